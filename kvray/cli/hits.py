@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from kvray.config import format_size
 from kvray.console.output import empty_table
 from kvray.metrics import figure, places_of
 from kvray.trace.reasons import MISS_PREFIX
@@ -189,8 +188,3 @@ def replicas_table(replicas: Sequence[ReplicaRates]) -> Table:
             because,
         )
     return table
-
-
-def rate_text(rate: float) -> str:
-    """Return bytes a second as text."""
-    return format_size(int(rate))

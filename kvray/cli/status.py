@@ -33,7 +33,6 @@ _ANSWER_S = 5.0
 """Time that a watched tier has for its answer."""
 _PARTS_MAX = 8
 """Columns of one table of counters."""
-_SLAB_COLUMNS = ("block", "slabs", "blocks", "free", "longest\nrun", "frag-\nmented", "wasted")
 _COUNTED = {"requests": "requests", "prompt_tokens": "prompt\ntokens"}
 _ELSEWHERE = re.compile("_ns_below_|_us_sum$|^uptime_s$|^hit_tokens|^local_tokens$|^fingerprint_")
 """Counters that other columns, the metrics or sentences show."""
@@ -136,8 +135,6 @@ def _tables(
     parts = {one["lookup"]: one for one in lookup.get("partitions", [{**lookup, "lookup": "all"}])}
     yield from counter_tables("Lookup", parts, "lookup")
     yield from counter_tables("Nodes", {node_of(one["shard"]): one for one in shards}, "shard")
-    if any(_slabs_of(shard) for shard in shards):
-        yield memory_table(shards)
     yield from shares_report(shards)
     if links:
         yield node_links_table(links)
@@ -279,24 +276,6 @@ def counter_tables(
         yield table
 
 
-def memory_table(shards: list[dict[str, Any]]) -> Table:
-    """Return one row for each block size of each shard, and one for its spare slabs."""
-    table = empty_table("node", numbers=_SLAB_COLUMNS, title="Memory by block size")
-    for shard in shards:
-        for use in _slabs_of(shard):
-            wasted = use["slot_waste_bytes"] + use["slab_waste_bytes"]
-            table.add_row(
-                node_of(shard["shard"]),
-                format_size(use["block_bytes"]),
-                *(str(use[name]) for name in ("slabs", "blocks", "free_slots", "longest_free_run")),
-                f"{use['fragmented_share']:.0%}",
-                format_size(wasted) if wasted else "0",
-            )
-        if _slabs_of(shard):
-            table.add_row(node_of(shard["shard"]), "spare", str(shard["arena"]["spare_slabs"]))
-    return table
-
-
 def replicas_table(replicas: Sequence[Mapping[str, Any]]) -> Table:
     """Return one row for each rank; counters that are zero or unknown are left out."""
     numbers = [
@@ -349,10 +328,6 @@ def _counted(name: str, value: float) -> tuple[str, str]:
     if unit == "bytes":
         return format_size(int(value)), words.replace("_", " ")
     return f"{value:,}", name.replace("_", " ")
-
-
-def _slabs_of(shard: dict[str, Any]) -> list[dict[str, Any]]:
-    return list(shard.get("arena", {}).get("slabs", []))
 
 
 def disk_remark(nvme: Mapping[str, Any]) -> tuple[str, str]:

@@ -89,9 +89,9 @@ def test_tier_under_load_is_shown_also_on_a_phone_and_in_the_dark(
     has_pictures = request.config.getoption("screenshots")
     directory = Path(has_pictures or tmp_path)
     with (
-        open_tier(machine, "page", WITH_DISK) as tier,
+        open_tier(machine, "prod", WITH_DISK) as tier,
         served(machine, tier.config_path) as address,
-        open_page(browser) as page,
+        open_page(browser, viewport={"width": 1280, "height": 800}) as page,
         open_page(browser, viewport=PHONE, color_scheme="dark") as phone,
     ):
         complaints = [complaints_of(page), complaints_of(phone)]

@@ -294,11 +294,11 @@ def _node(rates: hits.NodeRates, seen: Seen, now: float) -> dict[str, Any]:
     if arena is not None and not is_old:
         figures += [
             f"{rates.evicted:,.0f} blocks/s evicted",
-            f"{hits.rate_text(rates.staged_bytes)}/s staged",
+            f"{format_size(int(rates.staged_bytes))}/s staged",
         ]
         if nvme is not None:
-            figures.append(f"{hits.rate_text(rates.written_bytes)}/s to disk")
-            figures.append(f"{hits.rate_text(rates.read_bytes)}/s from disk")
+            figures.append(f"{format_size(int(rates.written_bytes))}/s to disk")
+            figures.append(f"{format_size(int(rates.read_bytes))}/s from disk")
     return {
         "name": node_of(known["shard"]),
         "state": state_text(shard),

@@ -17,7 +17,6 @@ from kvray.cli.status import (
     _watch,
     counter_tables,
     ended_line,
-    memory_table,
     namespaces_report,
     nodes_table,
     replicas_table,
@@ -153,20 +152,6 @@ def test_partitions_of_the_lookup_have_a_row_each_and_are_summed():
     assert "lookup keys 3 5" in lines
     assert "lookup 600B 1MiB" in lines
     assert "lookup queries 2 2" in lines
-
-
-SLABS = {"block_bytes": 128 * 2**10, "slabs": 3, "slots": 1536, "blocks": 1500, "free_slots": 36}
-SLABS |= {"longest_free_run": 20, "fragmented_share": 0.25}
-SLABS |= {"slot_waste_bytes": 2**20, "slab_waste_bytes": 2**20}
-
-
-def test_memory_is_shown_for_each_block_size_and_what_is_spare():
-    arena = {**ARENA, "slabs": [SLABS, {**SLABS, "block_bytes": 2**22}], "spare_slabs": 13}
-    lines = rows(shown(memory_table([SERVING | {"arena": arena}])))
-    figures = "3 1500 36 20 25% 2MiB"
-    assert f"aa 128KiB {figures}" in lines
-    assert f"aa 4MiB {figures}" in lines
-    assert "aa spare 13" in lines
 
 
 def test_replica_shows_hits_and_misses_by_reason():
