@@ -104,7 +104,7 @@ quota_bytes: bytes of the arena that a namespace may have
 
 [shard] node namespace memory
 expected_hit_ratio: share of prompt tokens that would hit with so many times the memory
-expected_hit_error: standard error of that share, as it is of a sample
+expected_hit_error: half of what that share may be off by
 
 [shard] node transport direction
 moved_bytes_total: bytes of blocks that came here (in) or went (out), by transport

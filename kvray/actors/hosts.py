@@ -35,8 +35,12 @@ def node_meant(text: str, hosts: Hosts) -> str:
     found = [
         node
         for node, host in hosts.items()
-        if meant in (host["name"], host["name"].partition(".")[0], host["ip"])
-        or (meant and (node.startswith(meant) or meant.startswith(node)))
+        if meant
+        and (
+            meant in (host["name"], host["name"].partition(".")[0], host["ip"])
+            or node.startswith(meant)
+            or meant.startswith(node)
+        )
     ]
     if len(found) != 1:
         known = labels({node: hosts[node] for node in found or sorted(hosts)}, with_ids=True)

@@ -259,15 +259,16 @@ def node_labels() -> dict[str, str]:
 def hosts_of(node_ids: Iterable[str]) -> dict[str, dict[str, str]]:
     """Return name and ip of the host of each of these nodes that Ray knows; never raises."""
     try:
-        nodes = {node["NodeID"]: node for node in ray.nodes()}  # type: ignore[no-untyped-call]
+        nodes = {one["NodeID"][:12]: one for one in ray.nodes()}  # type: ignore[no-untyped-call]
     except Exception:  # noqa: BLE001 - people can do without names, whatever is wrong with Ray
         return {}
-    return {one[:12]: host_of(node) for one in node_ids if (node := nodes.get(one)) is not None}
+    return {one: host_of(nodes[one]) for one in (name[:12] for name in node_ids) if one in nodes}
 
 
 def host_of(node: Mapping[str, Any]) -> dict[str, str]:
     """Return name and ip of the host of one of `ray.nodes()`."""
-    return {"name": node.get("NodeManagerHostname", ""), "ip": node.get("NodeManagerAddress", "")}
+    name = node.get("NodeManagerHostname") or "unknown host"
+    return {"name": name, "ip": node.get("NodeManagerAddress") or ""}
 
 
 def log_to_stderr() -> None:

@@ -20,6 +20,7 @@ from kvray.actors.names import (
     lookup_names,
     mover_name,
     namespace_of,
+    node_of,
     shard_name,
 )
 from kvray.actors.owner.admin import ask_to_be_admitted, proof_of
@@ -113,14 +114,15 @@ def status(*, timeout_s: float) -> dict[str, Any]:
     supervisor = calls.get_actor(SUPERVISOR_NAME)
     config: KVRayConfig = calls.call(supervisor.config, timeout_s=timeout_s)
     movers = map(mover_name, calls.call(supervisor.movers, timeout_s=timeout_s))
+    shards = _statuses("shard", calls.ask_shards("status", timeout_s))
     return {
         "cluster_name": config.cluster_name,
         "version": calls.call(supervisor.build_info, timeout_s=timeout_s)["version"],
         "address": ray.get_runtime_context().gcs_address,
         "lookup": _lookup_status(config.lookup.partitions, timeout_s),
-        "shards": _statuses("shard", calls.ask_shards("status", timeout_s)),
+        "shards": shards,
         "movers": _statuses("mover", calls.ask(movers, "status", timeout_s)),
-        "hosts": hosts(timeout_s=timeout_s),
+        "hosts": calls.hosts_of(node_of(shard["shard"]) for shard in shards),
     }
 
 

@@ -111,7 +111,7 @@ class Asker:
         told = _explained(client, None, _REQUESTS)
         if (wanted := self._wanted) is None:
             return told
-        return {**told, "found": {**_explained(client, wanted, _FOUND), "id": wanted}}
+        return {**told, "found": {**_explained(client, wanted, _FOUND), "id": str(wanted)}}
 
 
 def main() -> None:

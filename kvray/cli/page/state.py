@@ -268,7 +268,7 @@ def _request(one: Mapping[str, Any], now: float) -> dict[str, Any]:
             tokens[source] += part["stop"] - part["start"]
     return {
         "id": f"{one['replica']} {one['rank']} {one['request_id']} {one['at']}",
-        "number": one["request_id"],
+        "number": str(one["request_id"]),  # more than a browser's numbers can tell apart
         "replica": one["replica"],
         "age_s": round(max(0.0, now - one["at"]), 1),
         "tokens": one["num_tokens"],

@@ -120,7 +120,7 @@ function listRequests(place, list) {
     const shares = one.sources.map((tokens, number) => [tokens, state.shares.names[number]]).filter(([tokens]) => tokens);
     const words = [...shares, [one.missed, "missed"]].map(([tokens, name]) => `${tokens.toLocaleString("en")} ${name}`).join(", ");
     element.dataset.at = Date.now() / 1000 - one.age_s;
-    element.firstChild.replaceChildren(make("span", { class: "line" }, bar, make("b", {}, `${one.number}`),
+    element.firstChild.replaceChildren(make("span", { class: "line" }, bar, make("b", {}, one.number),
       `${one.replica}, `, make("time"), `${one.tokens.toLocaleString("en")} tokens: ${words}`));
     if (element.dataset.drawn === JSON.stringify(one.report)) return;
     element.dataset.drawn = JSON.stringify(one.report);
@@ -136,7 +136,7 @@ function showRequests(found) {
   const silent = found.silent.length ? ` No answer from ${found.silent.join(", ")}, which may know more.` : "";
   say("requests-says", found.says + silent);
   listRequests($("requests"), found.list);
-  const isFound = wanted !== "" && String(found.found.id) === wanted;
+  const isFound = wanted !== "" && found.found.id === wanted;
   say("found-says", wanted === "" ? "" : isFound ? found.found.says : `Looking for request ${wanted}.`);
   if (isFound) listRequests($("found"), found.found.requests);
 }
@@ -309,7 +309,8 @@ $("login").addEventListener("submit", (event) => {
 });
 $("search").addEventListener("submit", (event) => {
   event.preventDefault();
-  wanted = $("wanted").value.trim();
+  const given = $("wanted").value.trim();
+  wanted = given === "" ? "" : BigInt(given).toString();
   $("found").replaceChildren();
   if (state?.requests) showRequests(state.requests);
 });

@@ -48,7 +48,7 @@ def test_page_has_what_commands_show():
     assert hottest["table"]["rows"] == [["00ff00ff", "aa, bb", "9", "144", "82", "2 s ago"]]
     latest, _ = found["requests"]["list"]
     assert "160 of 320 tokens were hits" in latest["report"][-1]
-    assert (latest["number"], latest["sources"]) == (7, [0, 0, 0, 160])
+    assert (latest["number"], latest["sources"]) == ("7", [0, 0, 0, 160])
     assert found["findings"][-1]["verdict"] == "hint"
     assert "With +32GiB of host memory 53 % of prompt tokens would hit" in found["curve"]["says"][0]
     points = found["curve"]["points"]
