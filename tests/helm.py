@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from kvray.config.sections import json_schema
+from kvray.dashboards import ALERTS, package_file
 
 CHART = Path(__file__).parents[1] / "examples" / "helm" / "kvray"
 SCHEMA = CHART / "values.schema.json"
+ALERTS_COPY = CHART / "alerts.yml"
 
 _PROGRAM = """
 import json, sys
@@ -62,8 +64,9 @@ def config_schema() -> dict[str, Any]:
     return {"$id": "kvray.yaml", **schema}
 
 
-def write_config_schema() -> None:
-    """Bring the chart's copy of that schema, which is one line, up to date."""
+def write_copies() -> None:
+    """Bring the chart's copies of the alerts, and of that schema, which is one line, up to date."""
+    ALERTS_COPY.write_text(package_file(ALERTS).read_text())
     old = json.dumps(json.loads(SCHEMA.read_text())["$defs"]["config"])
     new = json.dumps(config_schema())
     SCHEMA.write_text(SCHEMA.read_text().replace(f'"config": {old}', f'"config": {new}'))

@@ -1,4 +1,4 @@
-"""The tables of docs/configuration.md; run as a program it writes them, and both schemas."""
+"""The tables of docs/configuration.md; run as a program it writes them, and copies for the chart."""
 
 import json
 from itertools import groupby
@@ -41,4 +41,4 @@ def _line(row: SettingRow) -> str:
 if __name__ == "__main__":
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     SCHEMA.write_text(json_schema(), encoding="utf-8")
-    helm.write_config_schema()
+    helm.write_copies()

@@ -16,10 +16,12 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from kvray import __version__
 from kvray.actors.shard.settings import ShardSettings
 from kvray.cli.app import app
 from kvray.cli.config import render
 from kvray.config import WELL_KNOWN_PATH, KVRayConfig, load_config, parse_size
+from kvray.dashboards import ALERTS, package_file
 from tests import helm
 from tests.waiting import HANG_S, wait_for
 
@@ -393,6 +395,89 @@ def test_a_wrong_value_is_refused_in_one_sentence(values, sentence):
 def test_the_chart_knows_every_setting_of_kvray_yaml():
     schema = json.loads(helm.SCHEMA.read_text())["$defs"]["config"]
     assert schema == helm.config_schema(), "run `python -m tests.unit.config.settings_table`"
+
+
+VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"}
+VOLUMES |= {"projected", "secret"}
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_pods_without_host_paths_pass_the_standard_restricted(name):
+    """As https://kubernetes.io/docs/concepts/security/pod-security-standards/ has it."""
+    for template in templates(name).values():
+        pod = template["spec"]
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+        assert all(one.keys() & VOLUMES for one in pod["volumes"])
+        own = pod["securityContext"]
+        assert own["runAsNonRoot"]
+        assert own["runAsUser"] > 0
+        assert own["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"] + pod.get("initContainers", []):
+            rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+            assert container["securityContext"] == rights
+            assert all("hostPort" not in port for port in container.get("ports", []))
+
+
+def objects(values: dict[str, Any], file: str = "cluster.yaml") -> dict[tuple[str, str], Any]:
+    """Return what a template gives, by kind and name; Kubernetes' own schemas take it."""
+    made = [one for one in yaml.safe_load_all(helm.render(values)[file]) if one]
+    for one in made:
+        if not one["apiVersion"].startswith("monitoring.coreos.com/"):
+            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+    return {(one["kind"], one["metadata"]["name"]): one for one in made}
+
+
+def test_what_watches_and_guards_is_there_when_it_is_asked_for():
+    assert objects({}) == {}
+    labels = {"release": "prometheus"}
+    monitoring = {"podMonitor": True, "prometheusRule": True, "labels": labels}
+    made = objects({"monitoring": monitoring, "networkPolicy": {"enabled": True}})
+    ray = {"matchLabels": {"ray.io/cluster": "kvray"}}
+    monitor, rule = made["PodMonitor", "kvray"], made["PrometheusRule", "kvray"]
+    for one in (monitor, rule):
+        assert labels.items() <= one["metadata"]["labels"].items()
+    assert monitor["spec"]["selector"] == ray
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    head = containers("chart-pod")["ray-head"]
+    assert endpoint["port"] in [port["name"] for port in head["ports"]]
+    assert rule["spec"] == yaml.safe_load(package_file(ALERTS).read_text())
+    policy, engine = made["NetworkPolicy", "kvray"]["spec"], made["NetworkPolicy", "kvray-engine"]
+    assert policy["podSelector"] == ray
+    assert policy["ingress"][0] == {"from": [{"podSelector": ray}]}, "any port, of each other"
+    assert engine["spec"]["ingress"] == [
+        {"from": [{"podSelector": {}}], "ports": [{"port": "http"}]}
+    ]
+
+
+def test_the_chart_has_the_alerts_and_the_version_of_the_package():
+    command = "run `python -m tests.unit.config.settings_table`"
+    assert helm.ALERTS_COPY.read_text() == package_file(ALERTS).read_text(), command
+    assert yaml.safe_load((helm.CHART / "Chart.yaml").read_text())["appVersion"] == __version__
+
+
+def test_pods_have_the_account_variables_and_affinity_that_are_given():
+    mine = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    env = [{"name": "NCCL_DEBUG", "value": "INFO"}]
+    values = {
+        "arena": {"place": "host"},
+        "serviceAccount": {"create": True, "annotations": {"a": "b"}},
+        "head": {"extraEnv": env, "affinity": mine},
+        "worker": {"extraEnv": env},
+        "nodes": {"affinity": mine},
+        "engine": {"extraEnv": env, "affinity": mine},
+    }
+    assert ("ServiceAccount", "kvray") in objects(values)
+    cluster = yaml.safe_load(helm.render(values)["raycluster.yaml"])["spec"]
+    engine = objects(values, "engine.yaml")["Deployment", "kvray-engine"]["spec"]["template"]
+    pods = [cluster["headGroupSpec"]["template"], worker_template(cluster), engine]
+    for pod, own in zip(pods, (None, "podAntiAffinity", "podAffinity"), strict=True):
+        assert pod["spec"]["serviceAccountName"] == "kvray"
+        assert pod["spec"]["containers"][0]["env"][-1:] == env
+        assert pod["spec"]["affinity"].keys() == {"nodeAffinity", own} - {None}
+
+
+def worker_template(cluster: dict[str, Any]) -> dict[str, Any]:
+    return dict(cluster["workerGroupSpecs"][0]["template"])
 
 
 def test_a_token_is_made_unless_a_secret_is_named():

@@ -1,10 +1,7 @@
 {{/* The container of TensorRT-LLM, its volumes, and who reaches it. */}}
 {{- define "kvray.engine" -}}
 - name: engine
-  image: {{ .Values.images.engine }}
-  {{- with .Values.images.pullPolicy }}
-  imagePullPolicy: {{ . }}
-  {{- end }}
+  {{- include "kvray.container" (dict "root" . "image" .Values.images.engine "extraEnv" .Values.engine.extraEnv) | nindent 2 }}
   command: [trtllm-serve, {{ .Values.engine.model | quote }}, --host, 0.0.0.0, --port, "8000"]
   args:
     - --tp_size

@@ -64,6 +64,30 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 
+{{- define "kvray.account" -}}
+{{ .Values.serviceAccount.name | default (ternary .Release.Name "" .Values.serviceAccount.create) }}
+{{- end }}
+
+{{/* What every container has: image, rights, variables. Called with the root, image and extraEnv. */}}
+{{- define "kvray.container" -}}
+image: {{ .image }}
+{{- with .root.Values.images.pullPolicy }}
+imagePullPolicy: {{ . }}
+{{- end }}
+{{- with .root.Values.securityContext }}
+securityContext: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if or .token .extraEnv }}
+env:
+  {{- if .token }}
+  {{- include "kvray.token" .root | nindent 2 }}
+  {{- end }}
+  {{- with .extraEnv }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "kvray.secret" -}}
 {{ .Values.auth.secret | default (printf "%s-auth" .Release.Name) }}
 {{- end }}
@@ -77,7 +101,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 
 {{/* One user in every container: arena and socket are that user's alone. */}}
 {{- define "kvray.pod" -}}
-securityContext: {runAsUser: 1000, runAsGroup: 1000, fsGroup: 1000}
+securityContext: {{- merge (dict "runAsUser" 1000 "runAsGroup" 1000 "fsGroup" 1000) .Values.podSecurityContext | toYaml | nindent 2 }}
+{{- with include "kvray.account" . }}
+serviceAccountName: {{ . }}
+{{- end }}
 {{- with .Values.images.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
