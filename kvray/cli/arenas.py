@@ -37,7 +37,7 @@ def sweep(
     config: ConfigOption = None,
     directory: Annotated[
         Path | None,
-        option("DIR", "The directory to look in; by default arena.dir.", names=["--dir"]),
+        option("DIR", "The directory to look in.", names=["--dir"], default="arena.dir"),
     ] = None,
     dry_run: Annotated[bool, flag("--dry-run", "Show the arenas, and remove none.")] = False,
     as_json: JsonOption = False,

@@ -9,10 +9,12 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import RenderableType
 
 from kvray.actors.hosts import named
 from kvray.config import load_config, parse_size
+from kvray.config.values import parse_seconds
 from kvray.console.interrupts import masked
 from kvray.console.options import VerboseOption
 from kvray.console.output import boundary, printer, stdout_kept, visible
@@ -68,6 +70,20 @@ def read_tokens(path: Path) -> list[int]:
             " white space."
         )
     return found
+
+
+def duration(text: str, low: float, high: float) -> Any:
+    """Return an option for a time, such as 30s or 1h, of at least `low` and at most `high`."""
+
+    def parse(given: str | float) -> float:
+        seconds = parse_seconds(given)
+        if not isinstance(seconds, int | float):
+            raise typer.BadParameter(f"{given!r} is no time; write for example 30s, 10m or 1h.")
+        if not low <= seconds <= high:
+            raise typer.BadParameter(f"{given} is not between {low:g}s and {high:g}s.")
+        return seconds
+
+    return typer.Option(metavar="TIME", help=text, parser=parse)
 
 
 def parse_option(option: str, text: str) -> int:

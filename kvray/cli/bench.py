@@ -10,21 +10,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvray.cli.asking import parse_option
+from kvray.cli.asking import duration, parse_option
 from kvray.console.interrupts import Interrupts, masked
 from kvray.console.options import ConfigOption, JsonOption, flag, option
 from kvray.console.output import EXIT_FAILED, PlotOption, check_plot
+from kvray.errors import needs
+from kvray.lab.chaos.schedule import KINDS
 
 if TYPE_CHECKING:
     from kvray.lab.report import Report
 
+_WORKLOADS = ("conversations", "one-prefix", "no-prefix")
+_FAULTS = tuple(kind.name for kind in KINDS)
 QuickOption = Annotated[
     bool, flag("--quick", "Measure little: it shows that it works, not how fast.")
 ]
-RepeatOption = Annotated[int | None, option("N", "Pairs of each measurement.", 1, 1_000_000)]
+RepeatOption = Annotated[int | None, option("N", "Pairs to time.", 1, 10**6, default="by kind")]
 BlockOption = Annotated[
     list[str] | None,
-    option("SIZE", "Bytes of a block; may be repeated. [4MiB and 128KiB; tier: and 1MiB]"),
+    option("SIZE", "Bytes of a block; may be repeated.", default="4MiB, 128KiB; tier: and 1MiB"),
 ]
 
 bench = typer.Typer(
@@ -48,7 +52,8 @@ def _runs(name: str, **taken: str) -> Callable[[Callable[..., None]], Callable[.
                 options[size] = parse_option(f"--{size}", options[size])
             if blocks := options.get("block"):
                 options["block"] = [parse_option("--block", text) for text in blocks]
-            with masked():  # importing starts threads
+            extra = "engine" if name == "bench.gpu" else "demo"
+            with masked(), needs(extra):  # importing starts threads
                 from kvray.lab.runner import running
 
                 module = import_module(f"kvray.lab.{name}")
@@ -89,9 +94,7 @@ def local(
 @bench.command()
 @_runs("bench.gpu")
 def gpu(
-    repeat: RepeatOption = None,
-    quick: QuickOption = False,
-    config: ConfigOption = None,
+    repeat: RepeatOption = None, quick: QuickOption = False, config: ConfigOption = None
 ) -> None:
     """Measure loads and saves of a GPU's KV cache, and prompts loaded instead of computed.
 
@@ -102,10 +105,7 @@ def gpu(
 
 @bench.command()
 @_runs("bench.staging")
-def staging(
-    repeat: RepeatOption = None,
-    quick: QuickOption = False,
-) -> None:
+def staging(repeat: RepeatOption = None, quick: QuickOption = False) -> None:
     """Measure how fast one node stages blocks from another, beside the bare transports.
 
     It starts two Ray nodes of its own on this machine, with an arena of 1 GiB each, and removes
@@ -120,9 +120,9 @@ def tier(
     block: BlockOption = None,
     processes: Annotated[
         list[int] | None,
-        option("N", "Processes at once; may be repeated. [1, 2 .. as cores]", 1, 8),
+        option("N", "Processes at once; may be repeated.", 1, 8, default="1, 2 .. as cores"),
     ] = None,
-    seconds: Annotated[float, option("S", "Load for each number of processes.", 1, 3600)] = 60,
+    seconds: Annotated[float, duration("Load for each number of processes.", 1, 3600)] = 60,
     config: ConfigOption = None,
 ) -> None:
     """Measure stores and retrieves through a tier that runs and whose arena is full.
@@ -137,7 +137,7 @@ def tier(
 def nvme(
     disk: Annotated[
         Path | None,
-        option("DIR", "Where the segment files go, on a disk; else in TMPDIR.", names=["--dir"]),
+        option("DIR", "Where the files go, on a disk.", names=["--dir"], default="TMPDIR"),
     ] = None,
     block: BlockOption = None,
     repeat: RepeatOption = None,
@@ -167,12 +167,13 @@ def serve(
         list[str] | None,
         option(
             "NAME",
-            "conversations, one-prefix or no-prefix; may be repeated. [conversations; --local:"
-            " all]",
+            f"{', '.join(_WORKLOADS)}; may be repeated.",
+            default="conversations; --local: all",
+            values=_WORKLOADS,
         ),
     ] = None,
     rate: Annotated[float, option("R", "Requests per second.", 0.01, 10_000)] = 0.5,
-    seconds: Annotated[float, option("S", "Load of each round.", 1, 86_400)] = 60,
+    seconds: Annotated[float, duration("Load of each round.", 1, 86_400)] = 60,
     rounds: Annotated[int, option("N", "Rounds, with other prompts each.", 1, 1000)] = 3,
     scale: Annotated[float, option("X", "Prompts of a trace are X times shorter.", 1, 4096)] = 16,
     tokens_max: Annotated[int, option("N", "Longer prompts lose their end.", 1, 10_000_000)] = 2048,
@@ -181,17 +182,16 @@ def serve(
     ] = 16_384,
     answer_tokens: Annotated[int, option("N", "Tokens of an answer.", 1, 100_000)] = 8,
     in_time: Annotated[
-        float, option("S", "A first token that comes later is too late.", 0.001, 86_400)
+        float, duration("A first token that comes later is too late.", 0.001, 86_400)
     ] = 2,
-    timeout: Annotated[
-        float, option("S", "A request that takes longer has failed.", 1, 3600)
-    ] = 120,
+    timeout: Annotated[float, duration("A request that takes longer has failed.", 1, 3600)] = 120,
     replicas: Annotated[
         int | None,
-        option("N", "Replicas behind each endpoint. [those that answer; --local: 3]", 1, 1000),
+        option("N", "Replicas behind each endpoint.", 1, 1000, default="all; --local: 3"),
     ] = None,
     model: Annotated[
-        str | None, option("NAME", "[what the endpoint lists; --local: smollm2]")
+        str | None,
+        option("NAME", "The model.", default="what the endpoint lists; --local: smollm2"),
     ] = None,
     pool_blocks: Annotated[
         int, option("N", "--local: blocks of an engine's own pool.", 16, 10_000_000)
@@ -199,7 +199,7 @@ def serve(
     capacity: Annotated[
         str, option("SIZE", "--local: shared memory of the tier's arena.")
     ] = "2GiB",
-    start_timeout: Annotated[float, option("S", "--local: longest start.", 1, 3600)] = 300,
+    start_timeout: Annotated[float, duration("--local: longest start.", 1, 3600)] = 300,
     plot: PlotOption = None,
     config: ConfigOption = None,
 ) -> None:
@@ -219,10 +219,14 @@ def demo(
             "MODEL",
             "smollm2 (a real one, downloaded once), tiny (random weights, fast), or the path of a"
             " Llama-family checkpoint.",
+            values=("smollm2", "tiny"),
         ),
     ] = "smollm2",
     engine: Annotated[
-        str, option("ENGINE", "reference, or vllm, where vLLM is installed.")
+        str,
+        option(
+            "ENGINE", "reference, or vllm, where vLLM is installed.", values=("reference", "vllm")
+        ),
     ] = "reference",
     arena: Annotated[str, option("SIZE", "Shared memory of the demo's tier.")] = "1GiB",
     plot: PlotOption = None,
@@ -236,24 +240,18 @@ def demo(
 
 @_runs("chaos.play")
 def chaos(
-    duration: Annotated[
-        float, option("SECONDS", "Length of the run with faults.", 20, 86_400)
-    ] = 60.0,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**32 - 1, help="Decides the load and the faults.")
-    ] = 0,
-    nodes: Annotated[
-        int, typer.Option(min=1, max=8, help="Ray nodes with a shard, on this machine.")
-    ] = 2,
-    replicas: Annotated[int, typer.Option(min=1, max=16, help="Engines, dealt to the nodes.")] = 2,
-    gap: Annotated[float, option("SECONDS", "Mean time between two faults.", 0.1, 3600)] = 1.5,
+    duration: Annotated[float, duration("Length of the run with faults.", 20, 86_400)] = 60.0,
+    seed: Annotated[int, option("N", "Decides the load and the faults.", 0, 2**32 - 1)] = 0,
+    nodes: Annotated[int, option("N", "Ray nodes with a shard, on this machine.", 1, 8)] = 2,
+    replicas: Annotated[int, option("N", "Engines, dealt to the nodes.", 1, 16)] = 2,
+    gap: Annotated[float, duration("Mean time between two faults.", 0.1, 3600)] = 1.5,
     only: Annotated[
         list[str] | None,
         option(
             "KIND",
-            "Only this fault; repeatable. kill_PART or stop_PART (a shard, mover, lookup,"
-            " supervisor, engine or raylet), cut_link, cut_links, slow_link, fill_tmpfs, fill_disk,"
-            " fill_arena, truncate, flip_bytes, drain, call_off, preempt or join.",
+            f"Only this fault; may be repeated. {', '.join(_FAULTS)}.",
+            default="all",
+            values=_FAULTS,
         ),
     ] = None,
     network: Annotated[

@@ -9,17 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from kvray.actors.hosts import named
-from kvray.cli.asking import open_client, read_tokens, show_answer
+from kvray.cli.asking import duration, open_client, read_tokens, show_answer
 from kvray.cli.status import drain_sentence
 from kvray.config import load_config
 from kvray.console.interrupts import Interrupts
-from kvray.console.options import (
-    AddressOption,
-    ConfigOption,
-    JsonOption,
-    flag,
-    option,
-)
+from kvray.console.options import AddressOption, ConfigOption, JsonOption, flag
 from kvray.console.output import printer
 from kvray.console.progress import LaunchProgress
 from kvray.errors import ShardUnavailable
@@ -35,7 +29,7 @@ def drain(
         str,
         typer.Argument(metavar="NODE", help="Its host's name or IP, or the beginning of its id."),
     ],
-    deadline: Annotated[float | None, option("SECONDS", "How long there is.", 0, 86_400)] = None,
+    deadline: Annotated[float | None, duration("How long there is.", 0, 86_400)] = None,
     cancel: Annotated[bool, flag("--cancel", "The node stays after all.")] = False,
     wait: Annotated[bool, flag("--wait/--no-wait", "Wait until the blocks are away.")] = True,
     config: ConfigOption = None,

@@ -10,13 +10,7 @@ from rich.table import Table
 
 from kvray.cli.asking import show_answer
 from kvray.config import effective_settings, json_schema, load_config, read_effective
-from kvray.console.options import (
-    AddressOption,
-    ConfigOption,
-    JsonOption,
-    flag,
-    option,
-)
+from kvray.console.options import AddressOption, ConfigOption, JsonOption, flag, option
 from kvray.console.output import empty_table
 from kvray.errors import ConfigError
 
@@ -92,7 +86,7 @@ _TEMPLATE = """\
 # Written by `kvray connector-config`; for `trtllm-serve MODEL --extra_llm_api_options THIS_FILE`.
 kv_connector_config:
   connector_module: kvray.connector
-  # {hint}
+  # After an @: the configuration that the engine reads, which else is that in its KVRAY_CONFIG.
   connector_scheduler_class: {scheduler}
   connector_worker_class: {worker}
 kv_cache_config:
@@ -108,7 +102,7 @@ def connector_config(
     config: ConfigOption = None,
     output: Annotated[
         Path | None,
-        option("FILE", "The file to write; by default stdout.", names=["--output", "-o"]),
+        option("FILE", "The file to write.", names=["--output", "-o"], default="stdout"),
     ] = None,
 ) -> None:
     """Write the YAML file for `trtllm-serve --extra_llm_api_options`.
@@ -132,7 +126,4 @@ def render(config: Path | None) -> str:
     return _TEMPLATE.format(
         scheduler=json.dumps(f"KvRayScheduler{where}", ensure_ascii=False),  # a YAML string too
         worker=json.dumps(f"KvRayWorker{where}", ensure_ascii=False),
-        hint="After the @: the configuration that the engine reads."
-        if config
-        else "The engine reads the configuration that KVRAY_CONFIG names when it starts.",
     )

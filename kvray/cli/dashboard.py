@@ -27,7 +27,8 @@ TempDirOption = Annotated[
     Path | None,
     option(
         "DIR",
-        "The --temp-dir of Ray's head. By default that of this tier's local Ray, then /tmp/ray.",
+        "The --temp-dir of Ray's head.",
+        default="that of this tier's local Ray, then /tmp/ray",
     ),
 ]
 

@@ -19,16 +19,11 @@ _EXAMPLES: dict[str, _Examples] = {
         ("End it at once", "kvray down -c kvray.yaml --no-flush"),
     ),
     "drain": (
-        ("Before a machine is taken away in a minute", "kvray drain 3bcd88969b3d --deadline 60"),
+        ("Before a machine is taken away in a minute", "kvray drain 3bcd88969b3d --deadline 1m"),
         ("It stays after all", "kvray drain 3bcd88969b3d --cancel"),
     ),
     "clear": (("Ask no question, in a script", "kvray clear -c kvray.yaml --yes"),),
-    "prefetch": (
-        (
-            "Bring a prompt to the node of replica-0",
-            "kvray prefetch prompt.json --replica replica-0",
-        ),
-    ),
+    "prefetch": (("Bring a prompt to its node", "kvray prefetch prompt.json --replica replica-0"),),
     "sweep": (
         ("See the arenas, their owners and their users", "kvray sweep --dry-run"),
         ("Remove the arenas without owner and users", "kvray sweep"),
@@ -61,27 +56,19 @@ _EXAMPLES: dict[str, _Examples] = {
     "size": (
         ("Say what twice the memory would bring", "kvray size"),
         ("Say it by the prompts until now, not by the last curve", "kvray size --now"),
-        (
-            "Compare sizes, and draw the curve",
-            "kvray size --add 64GiB --add 256GiB --plot size.png",
-        ),
+        ("Compare sizes, and draw them", "kvray size --add 64GiB --add 256GiB --plot size.png"),
     ),
     "doctor": (
         ("Check this machine, the tier, and why tokens are missed", "kvray doctor -c kvray.yaml"),
-        (
-            "Check what an engine's container sees",
-            "docker exec ENGINE kvray doctor --here -c /etc/kvray/kvray.yaml",
-        ),
+        ("Check what an engine's container sees", "docker exec ENGINE kvray doctor --here"),
     ),
-    "probe": (("Use it as a startupProbe", "kvray probe -c /etc/kvray/kvray.yaml --timeout 2"),),
+    "probe": (("Use it as a startupProbe", "kvray probe -c /etc/kvray/kvray.yaml --timeout 2s"),),
     "verify": (("Check the memory of this node", "kvray verify -c kvray.yaml"),),
     "dashboard install": (
         ("Put it into the Grafana of the tier's Ray", "kvray dashboard install"),
         ("Put it into another Grafana", "kvray dashboard install --to DIR"),
     ),
-    "dashboard scrape": (
-        ("Write Prometheus's configuration", "kvray dashboard scrape > kvray.yml"),
-    ),
+    "dashboard scrape": (("Set Prometheus up", "kvray dashboard scrape > kvray.yml"),),
     "dashboard rules": (("Write the alerts to a file", "kvray dashboard rules > alerts.yml"),),
     "dashboard show": (("Write the dashboard to a file", "kvray dashboard show > kvray.json"),),
     "demo": (
@@ -97,7 +84,7 @@ _EXAMPLES: dict[str, _Examples] = {
         ("Compare two servers", "kvray bench serve --url a=http://a:8000 --url b=http://b:8000"),
         ("Compare routers on this machine", "kvray bench serve --local"),
     ),
-    "chaos": (("Repeat the same minute of faults", "kvray chaos --duration 60 --seed 1"),),
+    "chaos": (("Repeat the same minute of faults", "kvray chaos --duration 1m --seed 1"),),
     "replay": (
         ("Compare the policies on a trace", "kvray replay trace.jsonl"),
         ("Compare routers of 8 replicas", "kvray replay trace.jsonl --replicas 8 --speed 3"),
@@ -111,9 +98,7 @@ _STATUSES: dict[str, dict[int, str]] = {
     "demo": {1: "a check failed: a token differed, or a prefix was not shared"},
     "doctor": {0: "no fault was found", 2: "something does not work, or an option is wrong"},
     "explain": {0: "there is an answer, good or bad", 2: "nothing is known, or no tier runs"},
-    "ls": {0: "there is an answer", 2: "no tier runs, or an option is wrong"},
     "probe": {0: "the shard serves", 1: "a check failed: the shard does not serve"},
-    "size": {0: "there is an answer", 2: "no tier runs, or an option is wrong"},
     "status": {0: "the tier answered; with --watch: you ended it", 2: "no tier answers"},
     "sweep": {1: "something could not be removed"},
     "verify": {1: "a check failed: corrupt blocks or damaged tables"},
@@ -122,7 +107,10 @@ _STATUSES: dict[str, dict[int, str]] = {
 
 
 class _Readable:
-    """Flags and arguments show no type, numbers N, and other options their name in capitals."""
+    """Flags and arguments show no type, numbers N, and other options their name in capitals.
+
+    Every option says its default. Bounds are told to those who miss them.
+    """
 
     def get_params(self, ctx: Any) -> Any:
         params = super().get_params(ctx)  # type: ignore[misc]
@@ -134,6 +122,11 @@ class _Readable:
             elif one.metavar is None:
                 is_number = getattr(one, "min", None) is not None
                 one.metavar = "N" if is_number else str(one.name).upper()
+            elif one.metavar == "TIME" and isinstance(one.default, int | float):
+                one.default = f"{one.default:g}s"
+            if one.default is None and one.show_default is True:
+                one.show_default = "none"
+            one._get_number_range_help_str = lambda: None
         return params
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvray.cli.asking import duration, parse_option
 from kvray.console.interrupts import masked
 from kvray.console.options import JsonOption, flag, option
 from kvray.console.output import PlotOption, check_plot
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 _LINK_LATENCY_S = 0.002
 _MULTIPLES = {"": 1, "k": 1_000, "M": 1_000_000}
 _CAPACITIES = "1k,5k,10k,30k,100k"
-
+_POLICIES, _ADMISSIONS = ("gittins", "lru"), ("all", "twice", "likely")
+_ROUTERS = ("round_robin", "pow2", "affinity", "kvray", "alone")
 
 _FLEET = (
     *("router", "pool", "host", "speed", "deadline", "imbalance", "prefill_rate", "token_bytes"),
@@ -46,16 +48,18 @@ def replay(
         ),
     ],
     capacity: Annotated[
-        Names, option("BLOCKS", f"Sizes of the host tier. Default: {_CAPACITIES}.")
+        Names, option("BLOCKS", "Sizes of the host tier.", default=_CAPACITIES)
     ] = None,
-    policy: Annotated[Names, option("NAME", "gittins or lru. Default: both.")] = None,
+    policy: Annotated[
+        Names, option("NAME", "gittins or lru.", default="both", values=_POLICIES)
+    ] = None,
     nvme: Annotated[str | None, option("BLOCKS", "Put an NVMe tier of this size below.")] = None,
     admission: Annotated[
-        Names, option("NAME", "NVMe admission: all, twice or likely. Default: each.")
+        Names,
+        option("NAME", "NVMe admission: all, twice or likely.", default="each", values=_ADMISSIONS),
     ] = None,
     block_tokens: Annotated[
-        int | None,
-        option("N", "Tokens of a block, if the trace does not say it. Default: 512.", 1, 1_000_000),
+        int | None, option("N", "Tokens of a block.", 1, 1_000_000, default="the trace's, else 512")
     ] = None,
     concurrent: Annotated[
         int,
@@ -78,13 +82,16 @@ def replay(
     router: Annotated[
         Names,
         option(
-            "NAME", "round_robin, pow2, affinity, kvray; with --ingresses, alone. Default: all."
+            "NAME",
+            "round_robin, pow2, affinity, kvray; with --ingresses, alone.",
+            default="all",
+            values=_ROUTERS,
         ),
     ] = None,
     pool: Annotated[str, option("BLOCKS", "Size of a replica's own pool.")] = "800",
     host: Annotated[str, option("BLOCKS", "The tier's memory of each node.")] = "3000",
     speed: Annotated[float, _positive("X", "Divide the trace's times by X: more load.")] = 1,
-    deadline: Annotated[float, _positive("S", "First tokens after S seconds are no goodput.")] = 5,
+    deadline: Annotated[float, duration("Later first tokens are no goodput.", 1e-6, 86_400)] = 5,
     ingresses: Annotated[
         int, option("N", "Ingresses that take requests in turns, each with a router.", 1, 64)
     ] = 1,
@@ -92,7 +99,7 @@ def replay(
         int, option("N", "Queues may differ by N before affinity does as pow2.", 0, 1_000_000)
     ] = 10,
     prefill_rate: Annotated[float, _positive("TOKENS/S", "Prefill of a replica.")] = 12_000,
-    token_bytes: Annotated[float, _positive("BYTES", "KV cache of one token.")] = 163_840,
+    token_bytes: Annotated[str, option("SIZE", "KV cache of one token.")] = "160KiB",
     copy_rate: Annotated[float, _positive("GB/S", "From a node's memory to its pool.")] = 20,
     link_rate: Annotated[float, _positive("GB/S", "From node to node.")] = 10,
     disk_rate: Annotated[float, _positive("GB/S", "From disk to memory, with --nvme.")] = 3,
@@ -178,7 +185,7 @@ def replay(
                 seed=seed,
                 rates=Rates(
                     prefill_tokens_per_s=prefill_rate,
-                    token_bytes=token_bytes,
+                    token_bytes=parse_option("--token-bytes", token_bytes),
                     host=Link(bytes_per_s=1e9 * copy_rate),
                     remote=Link(latency_s=_LINK_LATENCY_S, bytes_per_s=1e9 * link_rate),
                     disk=Link(bytes_per_s=1e9 * disk_rate) if nvme_blocks else None,

@@ -36,8 +36,8 @@ def size(
         list[str] | None,
         option(
             "SIZE",
-            "Host memory to add, of all nodes together; may be repeated. Default: as much again as"
-            " there is.",
+            "Host memory to add, of all nodes together; may be repeated.",
+            default="as much again as there is",
         ),
     ] = None,
     now: Annotated[

@@ -17,7 +17,7 @@ from kvray.actors.hosts import node_meant
 from kvray.actors.names import node_of
 from kvray.actors.tier.sizing import combined
 from kvray.cli import hits
-from kvray.cli.asking import for_people, open_client, show_answer
+from kvray.cli.asking import duration, for_people, open_client, show_answer
 from kvray.cli.explain import age_text
 from kvray.cli.size import sizing_line
 from kvray.cli.transports import NodeLink, node_links, node_links_table
@@ -348,9 +348,7 @@ def disk_remark(nvme: Mapping[str, Any]) -> tuple[str, str]:
 
 def probe(
     config: ConfigOption = None,
-    timeout: Annotated[
-        float, typer.Option(min=0.01, max=60, help="Longest wait for the answer, in seconds.")
-    ] = 1.0,
+    timeout: Annotated[float, duration("Longest wait for the answer.", 0.01, 60)] = 1.0,
 ) -> None:
     """Ask this node's shard over its socket whether it serves.
 

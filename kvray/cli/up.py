@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kvray.config import (
-    KVRayConfig,
-    format_size,
-    load_config,
-    ray_memory_threshold,
-    read_effective,
-)
+from kvray.config import KVRayConfig, format_size, load_config, ray_memory_threshold, read_effective
 from kvray.console.interrupts import Interrupts, masked
 from kvray.console.options import AddressOption, ConfigOption, flag, option
 from kvray.console.output import empty_table, printer
@@ -34,7 +28,7 @@ def up(
     config: ConfigOption = None,
     address: AddressOption = None,
     port: Annotated[
-        int | None, option("N", "Port of the local Ray's head; a free one by default.", 1, 65535)
+        int | None, option("N", "Port of the local Ray's head.", 1, 65535, default="a free one")
     ] = None,
     dashboard: Annotated[
         bool, typer.Option(help="Start the local Ray with its dashboard.")

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from kvray.config.values import AbsolutePath, Label, Listed, NamespaceName, Seconds, Size
+from kvray.config.values import DURATION, AbsolutePath, Label, Listed, NamespaceName, Seconds, Size
 
 WEIGHTS_VERSION_MAX = 256  # characters
 TENANT_NAME = r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}"
@@ -336,6 +336,10 @@ def setting_rows() -> tuple[SettingRow, ...]:
     return tuple(_rows(schema["properties"], schema["$defs"], ""))
 
 
+_BOUNDS = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to"}
+_DURATION = {"type": "string", "pattern": f"^{DURATION}$"}
+
+
 def _amend(properties: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Say what pydantic does not: units of durations, and defaults as one writes them."""
     for name, found in properties.items():
@@ -346,7 +350,9 @@ def _amend(properties: dict[str, Any], defaults: dict[str, Any]) -> None:
             found["default"] = defaults[name]
         if name.endswith("_s"):
             found["description"] += " (seconds)"
-            found["examples"] = [defaults[name]]
+            found["examples"] = [defaults[name], "30s"]
+            bounds = {key: found.pop(key) for key in ("type", *_BOUNDS) if key in found}
+            found["anyOf"] = [*found.get("anyOf", [bounds]), _DURATION]
         if "patternProperties" in found:
             found["additionalProperties"] = False
 
@@ -367,15 +373,16 @@ def _rows(properties: dict[str, Any], sections: dict[str, Any], at: str) -> Iter
 def _kind(found: dict[str, Any]) -> str:
     """Return in words what a value may be."""
     if "anyOf" in found:
+        if _DURATION in found["anyOf"]:
+            return _kind(found["anyOf"][0]).replace("number", "duration")
         kinds = [_kind(one) for one in found["anyOf"] if one.get("type") != "null"]
         is_size = kinds[0].startswith("whole number from 1 to") and kinds[1:] == ["text"]
         return "size" if is_size else " or ".join(kinds)
     if "enum" in found:
         return ", ".join(found["enum"])
     if found.get("type") in ("integer", "number"):
-        bounds = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to"}
         kind = "whole number" if found["type"] == "integer" else "number"
-        return " ".join([kind, *(f"{bounds[k]} {found[k]:g}" for k in bounds if k in found)])
+        return " ".join([kind, *(f"{_BOUNDS[k]} {found[k]:g}" for k in _BOUNDS if k in found)])
     if found.get("pattern") == "^/":
         return "absolute path"
     kinds_of = {"array": "list", "object": "mapping", "string": "text"}

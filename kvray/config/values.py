@@ -9,10 +9,10 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 LABEL_PATTERN = r"^[^=\s]+=[^=\s]+$"
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|sec|m|min|h)\s*")
+DURATION = r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*"
 _SECONDS_MAX = 366 * 86_400
 """More would be refused by the waits of Python and of the kernel."""
-_SECONDS = {"ms": 0.001, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
+_SECONDS = {"ms": 0.001, None: 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _FORM = r"\s*(\d+(?:\.\d+)?)\s*({units})?\s*"
 _MEANT = {"k": "KiB", "m": "MiB", "g": "GiB", "t": "TiB"}
@@ -87,19 +87,18 @@ def exact_size(size: int) -> str:
     return f"{size}B"
 
 
-def _plain_seconds(value: object) -> object:
-    """Refuse what YAML or a person means otherwise; the rest is for the type to judge."""
+def parse_seconds(value: object) -> object:
+    """Return the seconds of a number, or of text such as `30s`, and anything else as it is."""
     if isinstance(value, bool):
         raise ValueError(f"{value} is no number of seconds; write one such as 30")
-    if isinstance(value, str) and (found := _DURATION.fullmatch(value)):
-        seconds = float(found[1]) * _SECONDS[found[2]]
-        raise ValueError(f"{value!r} has a unit; write the number of seconds, {seconds:g}")
+    if isinstance(value, str) and (found := re.fullmatch(DURATION, value)):
+        return float(found[1]) * _SECONDS[found[2]]
     return value
 
 
 def _bounded(seconds: float) -> float:
     if seconds > _SECONDS_MAX:
-        raise ValueError(f"{seconds:g} seconds are more than a year; write a number such as 30")
+        raise ValueError(f"{seconds:g} seconds are more than a year; write for example 30s or 1h")
     return seconds
 
 
@@ -119,8 +118,8 @@ Size = Annotated[
 ]
 """Bytes; in files and in what is shown also text such as `64GiB`."""
 
-Seconds = Annotated[float, BeforeValidator(_plain_seconds), AfterValidator(_bounded)]
-"""A duration: a number without a unit, at most a year."""
+Seconds = Annotated[float, BeforeValidator(parse_seconds), AfterValidator(_bounded)]
+"""A duration of at most a year: a number of seconds, or text such as `30s`."""
 
 AbsolutePath = Annotated[
     Path,

@@ -7,10 +7,22 @@ from typing import Annotated, Any
 import typer
 
 
-def option(metavar: str, text: str, *bounds: float, names: Sequence[str] = ()) -> Any:
-    """Return an option for a value that help shows as `metavar`; a number has two bounds."""
+def option(
+    metavar: str,
+    text: str,
+    *bounds: float,
+    names: Sequence[str] = (),
+    default: str | bool = True,
+    values: Sequence[str] = (),
+) -> Any:
+    """Return an option for a value that help shows as `metavar`; a number has two bounds.
+
+    `default` is for people, where the default is no value. The shell completes `values`.
+    """
     low, high = bounds or (None, None)
-    return typer.Option(*names, metavar=metavar, help=text, min=low, max=high)
+    more: Any = {"autocompletion": lambda: list(values)} if values else {}
+    more |= {"metavar": metavar, "help": text, "show_default": default}
+    return typer.Option(*names, min=low, max=high, **more)
 
 
 def flag(name: str, text: str) -> Any:
@@ -24,9 +36,8 @@ ConfigOption = Annotated[
         "--config",
         "-c",
         metavar="FILE",
-        help="The configuration file. By default the one that KVRAY_CONFIG names, then"
-        " /etc/kvray/kvray.yaml, then none.",
-        show_default=False,
+        help="The configuration file.",
+        show_default="KVRAY_CONFIG, then /etc/kvray/kvray.yaml, then none",
     ),
 ]
 
@@ -34,8 +45,8 @@ AddressOption = Annotated[
     str | None,
     option(
         "HOST:PORT",
-        "A running Ray cluster. By default ray.address of the configuration, then RAY_ADDRESS, then"
-        " the Ray of this machine.",
+        "A running Ray cluster.",
+        default="ray.address, then RAY_ADDRESS, then the Ray of this machine",
     ),
 ]
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,7 @@ from kvray.store import Arena, ArenaSpec
 from kvray.store.arena.file import ARENA_FILE
 from kvray.store.machine import lockers
 from kvray.store.machine.access import Access
-from kvray.store.machine.capacity import (
-    MEMORY_KINDS,
-    limiting_cgroups,
-    mount_of,
-    read_mount,
-    remount_command,
-)
+from kvray.store.machine.capacity import limiting_cgroups, mount_of, read_mount, remount_command
 from kvray.store.machine.side_file import ARENA_BYTE
 from kvray.transport.nixl import has_rdma
 
@@ -83,12 +78,14 @@ def machine_findings(config: KVRayConfig) -> Iterator[Finding]:
 
 def _connector() -> Finding:
     """Import the connector in another process, as an engine does: it must not import Ray."""
+    if find_spec("torch") is None:
+        return skipped("connector", "there is no torch here, so no engine runs in this environment")
     status, said = _probe(_CONNECTOR_PROBE)
     if status != 0:
         return fault(
             "connector",
             f"kvray.connector cannot be imported: {said}",
-            "install kvray with its requirements where the engine runs: `pip install kvray`",
+            "install kvray where the engine runs: `pip install 'kvray[engine]'`",
         )
     return ok("connector", "kvray.connector can be imported, without Ray")
 
@@ -249,7 +246,7 @@ def _mount(config: KVRayConfig) -> Finding:
         )
     found = mount_of(where)
     kind = "unknown" if found is None else found.kind
-    if kind not in MEMORY_KINDS:
+    if found is None or not found.is_memory:
         return hint(
             "mount",
             f"arena.dir {where} is on {kind}, which is no memory",

@@ -18,7 +18,7 @@ from kvray.cli.page.state import STATUS, PageState
 from kvray.config import load_config
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
 from kvray.console.output import boundary
-from kvray.errors import ConfigError
+from kvray.errors import ConfigError, needs
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -43,13 +43,9 @@ def serve(
     """Show the tier on a page for browsers, live, until Ctrl-C; it changes nothing."""
     with boundary(verbose=verbose):
         settings = load_config(config, overrides={"ray.address": address})
-        try:
+        with needs("dashboard"):
             import fastapi  # noqa: F401
             import uvicorn  # noqa: F401
-        except ImportError:
-            raise ConfigError(
-                "The page needs FastAPI and uvicorn; run `pip install 'kvray[dashboard]'`."
-            ) from None
         from kvray.cli.page.server import Gate, make_app
 
         with _listening(host, port) as listener, contextlib.suppress(KeyboardInterrupt):

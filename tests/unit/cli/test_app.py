@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,6 +23,10 @@ from kvray.cli.app import app as cli_app
 from kvray.cli.app import main as cli_main
 from kvray.cli.asking import read_tokens
 from kvray.errors import ConfigError
+from kvray.lab.bench.serving import load
+from kvray.lab.chaos import schedule
+from kvray.lab.replay import simulator
+from kvray.lab.replay.routers import ROUTERS
 from tests import forks
 from tests.forks import Done
 from tests.unit.actors.shard_process import shard_process
@@ -91,6 +96,36 @@ def test_a_terminal_for_ascii_alone_gets_every_output(command, monkeypatch, tmp_
             cli_main()
         said = written.getvalue().decode("ascii")
     assert HELPS.get(command, "Run a tier" if "help" in command else r"kvray-h\xfctte") in said
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_says_its_default_and_none_its_bounds(call_kvray, command):
+    said = call_kvray(*command.split(), "--help", COLUMNS="200").stdout
+    assert "<=" not in said
+    every = [one for _, one in parameters(typer.main.get_command(cli_app))]
+    flags = {"--help", *(one.opts[0] for one in every if getattr(one, "is_flag", False))}
+    options = said.partition("Options ─")[2].partition("\n╰")[0]
+    shown = re.split(r"\n│ [* ]*(?=--)", options)[1:]
+    assert shown
+    for text in shown:
+        assert "[default: " in text or "[required]" in text or text.split()[0] in flags, text
+
+
+SETS = {
+    "replay --policy": simulator.POLICIES,
+    "replay --admission": simulator.ADMISSIONS,
+    "replay --router": tuple(ROUTERS),
+    "bench serve --workload": tuple(load.KINDS),
+    "chaos --only": tuple(kind.name for kind in schedule.KINDS),
+    "demo --engine": ("reference", "vllm"),
+}
+
+
+@pytest.mark.parametrize("option", SETS)
+def test_options_with_a_closed_set_of_values_complete_them(call_kvray, option):
+    words = {"COMP_WORDS": f"kvray {option} ", "COMP_CWORD": str(len(option.split()) + 1)}
+    done = call_kvray(_KVRAY_COMPLETE="complete_bash", **words)
+    assert sorted(done.stdout.split()) == sorted(SETS[option])
 
 
 def test_version_is_the_package_s(call_kvray):
@@ -252,12 +287,18 @@ def parameters(command: Any) -> Iterator[tuple[Any, Any]]:
         yield from parameters(below)
 
 
+def is_number(parameter: Any) -> bool:
+    kind = str(parameter.type_descriptor.annotation)
+    return parameter.metavar != "TIME" and ("int" in kind or "float" in kind)
+
+
 def test_every_number_has_bounds_and_is_held_to_them():
-    numbers = [
-        (command, parameter)
-        for command, parameter in parameters(typer.main.get_command(cli_app))
-        if "int" in (kind := str(parameter.type_descriptor.annotation)) or "float" in kind
-    ]
+    every = list(parameters(typer.main.get_command(cli_app)))
+    numbers = [(command, parameter) for command, parameter in every if is_number(parameter)]
+    for command, time in ((command, one) for command, one in every if one.metavar == "TIME"):
+        for value in ("1000000d", "nan", "-1s", "1 year", "1" + "0" * 400, "x", ""):
+            with pytest.raises(typer.BadParameter, match=r"is no time; write|is not between"):
+                command.make_context(command.name, [time.opts[0], value])
     assert len(numbers) > 10
     for command, number in numbers:
         assert number.min is not None, (command.name, number.name)

@@ -1,4 +1,4 @@
-"""The tables of docs/configuration.md; run as a program it writes them, and copies for the chart."""
+"""The tables of docs/configuration.md; run as a program it writes them, and the chart's copies."""
 
 import json
 from itertools import groupby

@@ -45,7 +45,7 @@ WRONG = {
     "no size": ("arena: {capacity: much}", "a unit such as 64GiB"),
     "a size of all": (f"arena: {{capacity: {10**30}}}", "more than any machine has", "at most"),
     "a size below nothing": ("arena: {capacity: -1GiB}", "not a positive size", "64GiB"),
-    "a duration with a unit": ("ray: {timeout_s: 500ms}", "write the number of seconds, 0.5"),
+    "a duration of years": ("ray: {timeout_s: 9000h}", "more than a year", "for example 30s"),
     "a duration that is none": ("ray: {timeout_s: yes}", "no number of seconds", "such as 30"),
     "a word for a number": ("ray: {timeout_s: soon}", "must be a number", "such as 30.0"),
     "a number out of range": ("arena: {free_target: 2}", "less than or equal to 0.9", "0.05"),

@@ -214,6 +214,22 @@ def test_a_size_is_written_in_the_largest_unit_that_fits(size, text):
     assert format_size(size) == text
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        (30, 30),
+        ("30", 30),
+        (" 30 s ", 30),
+        ("250ms", 0.25),
+        ("1.5m", 90),
+        ("1h", 3600),
+        ("1d", 86400),
+    ],
+)
+def test_a_duration_is_a_number_of_seconds_or_has_a_unit(text, seconds):
+    assert load(overrides={"ray.timeout_s": text}).ray.timeout_s == seconds
+
+
 # What Ray is told by its environment.
 
 

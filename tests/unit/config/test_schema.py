@@ -23,14 +23,14 @@ GOOD = {
     "sizes": "arena: {capacity: 64GiB, slab: 67108864, slot_min: '65536', namespace_quota: 1.5GiB}",
     "no quota": "arena: {namespace_quota: null}",
     "quotas": "arena: {quotas: {'12ab': 2GiB}}",
-    "durations": "connector: {stage_wait_s: 0, attach_retry_s: 12.5}",
+    "durations": "connector: {stage_wait_s: 0, attach_retry_s: 12.5}\nray: {timeout_s: 500ms}",
     "a list": "staging: {transports: [object_ref]}",
     "nodes": "nodes: [{label: pool=big, arena: {capacity: 8GiB}, nvme: {dir: /mnt/a}}]",
     "a whole path": "nvme: {dir: /mnt/nvme0}",
 }
 REFUSED = (
     *("a misspelt section", "a misspelt key", "a misspelt key of a node", "a decimal unit"),
-    *("a duration with a unit", "a number out of range", "a word that is not offered"),
+    *("a duration that is none", "a number out of range", "a word that is not offered"),
     *("a path that depends", "a name with a space", "a node without a label"),
     *("a quota by a name", "no transport", "a value for a section", "a transport that is none"),
 )
