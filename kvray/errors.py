@@ -5,6 +5,19 @@ what a person or a caller has to act on. Each takes one message, so that it surv
 through Ray.
 """
 
+import collections.abc
+import contextlib
+
+
+@contextlib.contextmanager
+def needs(extra: str) -> collections.abc.Iterator[None]:
+    """Raise ConfigError with the line that installs what an import in the block misses."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        says = f"There is no {error.name} here; run `pip install 'kvray[{extra}]'`."
+        raise ConfigError(says) from error
+
 
 class KVRayError(Exception):
     """Base of all errors of kvray; the message is a full sentence with the fix in it."""

@@ -8,8 +8,11 @@ versions goes before it.
 
 from typing import Any
 
-from kvray.connector.scheduler import KvRayScheduler
-from kvray.connector.worker import KvRayWorker
+from kvray.errors import needs
+
+with needs("engine"):
+    from kvray.connector.scheduler import KvRayScheduler
+    from kvray.connector.worker import KvRayWorker
 
 __all__ = ["KvRayScheduler", "KvRayWorker"]
 

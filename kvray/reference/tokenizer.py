@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from kvray.errors import ConfigError
+from kvray.errors import needs
 
 _FIRST_BYTE = 3  # 0 pads, 1 begins and 2 ends, as in most Llama vocabularies
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
@@ -97,11 +97,7 @@ def read(auto_class: str, path: Path, **options: Any) -> Any:
 
 def import_transformers() -> Any:
     """Return the package, its progress bars off; ConfigError if it is not installed."""
-    try:
+    with needs("demo"):
         import transformers
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "The reference engine needs transformers: run pip install 'kvray[demo]'."
-        ) from error
     transformers.utils.logging.disable_progress_bar()
     return transformers

@@ -1,11 +1,9 @@
 """The application: engines that share their KV blocks through kvray, behind one OpenAI endpoint."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvray.errors import ConfigError
+from kvray.errors import needs
 from kvray.serve.settings import Settings
 
 if TYPE_CHECKING:
@@ -30,7 +28,7 @@ def app(args: dict[str, Any]) -> "Application":
         ConfigError: a package that the extra `serve` brings is missing.
     """
     settings = Settings.model_validate(args)
-    with _extra():
+    with needs("serve"):
         from ray import serve
 
         from kvray.serve.ingress import Endpoint
@@ -51,7 +49,7 @@ def engines(settings: Settings) -> "Application":
     Raises:
         ConfigError: a package that the extra `serve` brings is missing.
     """
-    with _extra():
+    with needs("serve"):
         from ray import serve
 
         from kvray.serve.engine import Engine
@@ -97,13 +95,3 @@ def _router(settings: Settings) -> dict[str, Any]:
     }
     router = RequestRouterConfig(**options)
     return {"request_router_config": router}
-
-
-@contextmanager
-def _extra() -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"kvray.serve needs {error.name}: run pip install 'kvray[serve]'."
-        ) from error

@@ -1,6 +1,6 @@
 """Sends this process's spans by OTLP over HTTP, as OpenTelemetry's own variables say."""
 
-from kvray.errors import ConfigError
+from kvray.errors import needs
 
 
 def export() -> None:
@@ -11,16 +11,12 @@ def export() -> None:
     Raises:
         ConfigError: a package that the extra `otlp` brings is missing.
     """
-    try:
+    with needs("otlp"):
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"Traces by OTLP need {error.name}: run pip install 'kvray[otlp]'."
-        ) from error
     resource = Resource.create({"service.name": "kvray"}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

@@ -3,10 +3,14 @@
 import inspect
 import os
 import pickle
+import shutil
+import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +22,8 @@ from tests.forks import run
 ROOT = Path(__file__).parents[2]
 
 DEPENDENCIES = {
-    *("msgpack", "numpy", "psutil", "pydantic", "pydantic_settings", "ray", "rich", "torch"),
-    *("typer", "xxhash", "yaml"),
+    *("msgpack", "numpy", "psutil", "pydantic", "pydantic_settings", "ray", "rich", "typer"),
+    *("torch", "xxhash", "yaml"),
 }
 
 BLOCKED = """
@@ -92,6 +96,84 @@ def test_import_kvray_needs_no_other_package():
     code = "import kvray; print(kvray.__version__, *dir(kvray))"
     printed = run_python(BLOCKED.format(blocked=DEPENDENCIES, code=code))
     assert {"Client", "TensorCache"} <= set(printed.split())
+
+
+WALK = """
+import importlib, pkgutil
+for name in ("actors", "cli", "client", "index", "node", "store", "transport"):
+    package = importlib.import_module(f"kvray.{name}")
+    for module in pkgutil.walk_packages(getattr(package, "__path__", []), f"kvray.{name}."):
+        importlib.import_module(module.name)
+from kvray.errors import ConfigError
+for name in ("tensor_cache", "connector"):
+    try:
+        importlib.import_module(f"kvray.{name}")
+    except ConfigError as error:
+        print(error)
+"""
+
+
+def test_a_tier_needs_no_torch_and_what_does_says_what_to_install():
+    said = run_python(BLOCKED.format(blocked={"torch"}, code=WALK)).splitlines()
+    assert said == ["There is no torch here; run `pip install 'kvray[engine]'`."] * 2
+
+
+def test_a_bench_that_needs_torch_says_what_to_install():
+    code = BLOCKED.format(blocked={"torch"}, code="import kvray.cli; kvray.cli.main()")
+    done = run(sys.executable, "-c", code, "bench", "gpu", cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr == "kvray: There is no torch here; run `pip install 'kvray[engine]'`.\n"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    target = tmp_path_factory.mktemp("published")
+    return [str(build(ROOT, target, what)) for what in ("sdist", "wheel")]
+
+
+@pytest.mark.long
+def test_what_is_published_passes_twine(published, tmp_path):
+    done = run(sys.executable, "-m", "twine", "check", "--strict", *published, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvray-test-") as made:
+        yield Path(made)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
+def test_wheel_and_sdist_serve_a_tier_without_torch_in_a_bare_environment(
+    published, version, tmp_path, shm
+):
+    """With the requirements that pip finds today, for each Python that this machine has."""
+    python = sys.executable if sys.version.startswith(f"{version}.") else f"python{version}"
+    make = [shutil.which(python) or "false", "-m", "venv", tmp_path / "bare"]
+    if subprocess.run(make, check=False).returncode:
+        pytest.skip(f"there is no {python} with venv")
+    sizes = {"KVRAY_ARENA__CAPACITY": "16MiB", "KVRAY_ARENA__DIR": str(shm)}
+    environ = {**os.environ, **sizes, "KVRAY_CLUSTER_NAME": "bare", "TMPDIR": str(tmp_path)}
+    environ.pop("PYTHONPATH", None)
+
+    def say(*command: str) -> str:
+        done = run(tmp_path / "bare/bin/python", "-m", *command, cwd=tmp_path, env=environ)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    sdist, wheel = published
+    say("pip", "install", "-q", wheel)
+    assert "\ntorch " not in say("pip", "list")
+    for again in ((), ("--force-reinstall", "--no-deps", sdist)):
+        if again:
+            say("pip", "install", "-q", *again)
+        assert "Run a tier" in say("kvray", "--help")
+        try:
+            say("kvray", "up")
+            assert "serving" in say("kvray", "status")
+        finally:
+            say("kvray", "down")
 
 
 def test_unknown_name_of_kvray_is_an_attribute_error():

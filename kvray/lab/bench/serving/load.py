@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.random import default_rng
 
-from kvray.errors import ConfigError, KVRayError
+from kvray.errors import ConfigError, KVRayError, needs
 from kvray.lab.replay import Trace
 
 if TYPE_CHECKING:
@@ -108,10 +108,8 @@ async def play(
 
 
 def _openai() -> Any:
-    try:
+    with needs("serve"):
         import openai
-    except ModuleNotFoundError:
-        raise ConfigError("This bench needs openai: run pip install 'kvray[serve]'.") from None
     return openai
 
 
