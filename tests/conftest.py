@@ -70,7 +70,7 @@ SCRATCH = _pin_environment()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let `make screenshots` keep what the tests of the dashboards show."""
+    """Let `make screenshots` keep what the tests of the page show."""
     parser.addoption("--screenshots", metavar="DIR", help="where screenshots are kept")
 
 
