@@ -84,11 +84,7 @@ def _seed(namespace: bytes, salted: bytes, adapter: bytes) -> bytes:
 
 
 def chain_keys(
-    tokens: Tokens,
-    *,
-    tokens_per_block: int,
-    seed: bytes,
-    media: Sequence[MediaItem] = (),
+    tokens: Tokens, *, tokens_per_block: int, seed: bytes, media: Sequence[MediaItem] = ()
 ) -> list[BlockKey]:
     """Return one key for each full block of `tokens`, in order, each chained to the one before.
 

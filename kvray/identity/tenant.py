@@ -125,8 +125,7 @@ class TenantSalts:
             return None
         own = rest.encode("utf-8", "surrogatepass")
         return TenantSalt(
-            salt=self._mac(b"kvray.tenant", tenant.encode(), own),
-            tenant_id=tenant_id(tenant),
+            salt=self._mac(b"kvray.tenant", tenant.encode(), own), tenant_id=tenant_id(tenant)
         )
 
     def _mac(self, *items: bytes) -> str:

@@ -76,11 +76,7 @@ class Checkpoint:
 
 
 def load_checkpoint(
-    model: str | Path,
-    *,
-    tokens_per_step: int,
-    split_over: Ranks | None = None,
-    device: str = "cpu",
+    model: str | Path, *, tokens_per_step: int, split_over: Ranks | None = None, device: str = "cpu"
 ) -> Checkpoint:
     """Load `smollm2`, a name of `RANDOM` with or without a seed, or the checkpoint at a path.
 
@@ -111,15 +107,6 @@ def load_checkpoint(
         weights = split_weights(config, weights, split_over)
     block_model = BlockModel(config, weights, tokens_per_step=tokens_per_step, ranks=split_over)
     return Checkpoint(name=name, model=block_model, tokenizer=tokenizer)
-
-
-def save_checkpoint(config: Config, weights: Weights, directory: Path) -> None:
-    """Write a directory that transformers reads, too."""
-    from safetensors.torch import save_file
-
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def find_smollm2() -> Path:

@@ -89,12 +89,7 @@ class BlockModel:
     """
 
     def __init__(
-        self,
-        config: Config,
-        weights: Weights,
-        *,
-        tokens_per_step: int,
-        ranks: Ranks | None = None,
+        self, config: Config, weights: Weights, *, tokens_per_step: int, ranks: Ranks | None = None
     ) -> None:
         self.tokens_per_step = tokens_per_step
         self.vocab_size: int = config["vocab_size"]
@@ -253,9 +248,7 @@ def _rotate(heads: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> t
     return heads * cosines + torch.cat((-high, low), dim=-1) * sines
 
 
-def _make_rotary(
-    config: Config,
-) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+def _make_rotary(config: Config) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """Return what maps positions [n] to cosines and sines, each [n, head_dim]."""
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     if rope.get("rope_type", rope.get("type", "default")) != "default":

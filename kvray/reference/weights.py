@@ -49,10 +49,7 @@ def find_weights(*, cache_dir: str | Path | None = None, show_progress: bool = T
 
 
 def make_once(
-    target: Path,
-    make: Callable[[Path], None],
-    *,
-    is_there: Callable[[Path], bool] = Path.is_dir,
+    target: Path, make: Callable[[Path], None], *, is_there: Callable[[Path], bool] = Path.is_dir
 ) -> Path:
     """Return the file or directory `target`; if it is not there, `make` makes it.
 

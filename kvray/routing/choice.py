@@ -87,11 +87,7 @@ def choose(costs: Sequence[Cost], *, draws: Sequence[float]) -> Choice:
     best_s = min(scores)
     order = sorted(
         range(len(ranked)),
-        key=lambda at: (
-            max(scores[at], best_s + _TIE_S),
-            costs[at].utilization,
-            draws[at],
-        ),
+        key=lambda at: (max(scores[at], best_s + _TIE_S), costs[at].utilization, draws[at]),
     )
     best = costs[order[0]]
     return Choice(

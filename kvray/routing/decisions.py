@@ -157,11 +157,7 @@ class Decisions:
         if decision.sent_to and decision.survey and decision.sent_to is not ranked[0]:
             self._loads.done(request, now)
             self._loads.routed(
-                request,
-                decision.sent_to.cost,
-                decision.survey,
-                now=now,
-                is_told=decision.is_told,
+                request, decision.sent_to.cost, decision.survey, now=now, is_told=decision.is_told
             )
         self._outcomes.sent(_reason(decision))
 

@@ -62,10 +62,7 @@ class Survey:
 
 
 def survey_of(
-    profile: Profile,
-    keys: Sequence[BlockKey],
-    runs: Sequence[Run],
-    on_disk: Mapping[str, bytes],
+    profile: Profile, keys: Sequence[BlockKey], runs: Sequence[Run], on_disk: Mapping[str, bytes]
 ) -> Survey:
     """Return what is known of a prompt with `keys`.
 

@@ -14,12 +14,7 @@ StageReason = Literal[
 where ranks have several."""
 
 EngineReason = Literal[
-    "arena_busy",
-    "fingerprinting",
-    "reuse_disabled",
-    "skipped",
-    "unaligned",
-    "weights_unnamed",
+    "arena_busy", "fingerprinting", "reuse_disabled", "skipped", "unaligned", "weights_unnamed"
 ]
 """Further reasons by which engines count missed tokens."""
 

@@ -77,13 +77,7 @@ def span(name: str, attributes: Attributes | None = None) -> Iterator[Span]:
 
 
 def past_span(
-    name: str,
-    parent: str,
-    began: float,
-    ended: float,
-    attributes: Attributes,
-    *,
-    error: str = "",
+    name: str, parent: str, began: float, ended: float, attributes: Attributes, *, error: str = ""
 ) -> None:
     """Make a span of what is over, below the span that `parent` names; times are of the epoch.
 

@@ -10,7 +10,6 @@ import torch
 
 from kvray.errors import ConfigError
 from kvray.reference.cache_manager import KVCacheManager
-from kvray.reference.checkpoint import save_checkpoint
 from kvray.reference.engine import ReferenceEngine
 from kvray.reference.engine_options import EngineOptions
 from kvray.reference.executor import find_drafts, schedule
@@ -20,6 +19,7 @@ from kvray.reference.request import LlmRequest, LlmRequestState, ScheduledReques
 from tests.engine import fake_connector
 from tests.engine.conftest import KVRAY, make_prompt
 from tests.engine.fake_connector import CONFIG
+from tests.tiny_checkpoint import save_checkpoint
 
 BLOCK = 8  # so small that drafts often cross into the next block
 MAX_TOKENS = 40

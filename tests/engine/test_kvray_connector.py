@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvray.reference.checkpoint import save_checkpoint
 from kvray.reference.engine import ReferenceEngine
 from kvray.reference.model import TINY_CONFIG, make_random_weights
 from tests.engine.conftest import BLOCK, KVRAY, check, make_prompt
 from tests.engine.test_tensor_parallel import start
 from tests.kit.tier import tier_environment
 from tests.kit.two_nodes import PATIENT, TwoNodes
+from tests.tiny_checkpoint import save_checkpoint
 from tests.waiting import wait_for
 
 TRUNK = make_prompt(80, seed=5)

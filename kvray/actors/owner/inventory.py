@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -66,14 +67,18 @@ def find_arenas(parent: Path) -> list[Finding]:
     return [look_at(one) for one in directories if is_own(one) and _is_a_shards(one)]
 
 
-def naming_unused(error: CapacityError, parent: Path) -> CapacityError:
-    """Return the error of an arena without room, with those in `parent` that nobody uses."""
-    unused = [one for one in find_arenas(parent) if one.use == "unused" and one.num_bytes]
-    if not unused:
-        return error
-    says = f"{str(error).rstrip('.')}, or run `kvray sweep`, which frees"
-    frees = ", ".join(f"{format_size(one.num_bytes)} of {one.path}" for one in unused[:_NAMED_MAX])
-    return CapacityError(f"{says} {frees}.")
+@contextmanager
+def naming_unused(parent: Path) -> Iterator[None]:
+    """Let the error of an arena without room name those in `parent` that nobody uses."""
+    try:
+        yield
+    except CapacityError as error:
+        unused = [one for one in find_arenas(parent) if one.use == "unused" and one.num_bytes]
+        frees = [f"{format_size(one.num_bytes)} of {one.path}" for one in unused[:_NAMED_MAX]]
+        if not frees:
+            raise
+        says = f"{str(error).rstrip('.')}, or run `kvray sweep`, which frees {', '.join(frees)}."
+        raise CapacityError(says) from None
 
 
 def look_at(directory: Path) -> Finding:

@@ -47,7 +47,8 @@ def open_arena(directory: Path, spec: ArenaSpec, shard: str, progress: Progress)
             remove_leftovers(directory, keep=arena.arena_id)
             return arena
     remove_leftovers(directory)
-    return _create(directory, spec, progress, patience_s=patience_s)
+    with naming_unused(directory.parent):
+        return _create(directory, spec, progress, patience_s=patience_s)
 
 
 def _adoptable(directory: Path, spec: ArenaSpec) -> Arena:
@@ -79,9 +80,9 @@ def _create(directory: Path, spec: ArenaSpec, progress: Progress, *, patience_s:
     while True:
         try:
             return Arena.create(directory, spec, lock_wait_s=_LOCK_WAIT_S, progress=progress)
-        except CapacityError as error:
+        except CapacityError:
             if time.monotonic() > deadline:
-                raise naming_unused(error, directory.parent) from None
+                raise
             progress(0, spec.capacity)  # raises if the shard is to stop
             time.sleep(_RETRY_S)
 

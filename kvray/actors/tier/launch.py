@@ -18,7 +18,7 @@ from kvray.actors.tier import connection, local_ray, tier
 from kvray.actors.tier.changes import Plan
 from kvray.actors.tier.rollout import SILENT, Observer, Rollout, look
 from kvray.config import KVRayConfig
-from kvray.errors import CapacityError, ConfigError, ShardUnavailable
+from kvray.errors import ConfigError, ShardUnavailable
 from kvray.store import ArenaSpec
 from kvray.store.arena.file import ARENA_FILE, require_room
 from kvray.store.machine.access import OWN_USER
@@ -74,11 +74,7 @@ def bring_up(
         if started_tier:
             undo.callback(tier.down, timeout_s=config.ray.timeout_s, config=config)
         shards = tier.up(
-            config,
-            timeout_s=config.ray.timeout_s,
-            observer=observer,
-            wait=wait,
-            rollout=rollout,
+            config, timeout_s=config.ray.timeout_s, observer=observer, wait=wait, rollout=rollout
         )
         return Launch(
             shards=shards,
@@ -147,12 +143,9 @@ def _require_place(config: KVRayConfig) -> None:
     if (owner := owner_of(directory)) is not None:
         raise ShardUnavailable(owner.keeps(directory))
     if not (directory / ARENA_FILE).exists():
-        try:
+        # An OSError is of arena.dir, which the shard names.
+        with contextlib.suppress(OSError), naming_unused(config.arena.dir):
             require_room(config.arena.dir, ArenaSpec.of(config))
-        except CapacityError as error:
-            raise naming_unused(error, config.arena.dir) from None
-        except OSError:
-            pass  # of arena.dir, which the shard names
 
 
 def _refuse_foreign(directory: Path) -> None:

@@ -29,10 +29,7 @@ _STARTS_MAX = 10
 _POLL_S = 0.1
 _OVERWHELMED = re.compile("imed out|to connect to GCS|may not have started|ode info")
 """What Ray says when its parts, or the head, took longer than that, as on a busy machine."""
-_PATIENT = {
-    "RAY_agent_register_timeout_ms": "600000",
-    "RAY_worker_register_timeout_seconds": "600",
-}
+_PATIENT = {"RAY_agent_register_timeout_ms": "600000", "RAY_worker_register_timeout_seconds": "600"}
 """Variables of a Ray that gives its own processes time to start."""
 _HAS_STARTED = "Ray runtime started"
 _PR_SET_PDEATHSIG = 1

@@ -12,14 +12,7 @@ import torch
 from numpy.random import default_rng
 
 from kvray.config import format_size
-from kvray.engine.cache_layout import (
-    CacheLayout,
-    Group,
-    LayerRange,
-    Part,
-    Region,
-    resliced_parts,
-)
+from kvray.engine.cache_layout import CacheLayout, Group, LayerRange, Part, Region, resliced_parts
 from kvray.engine.device.gpu import DevicePool, open_pool
 from kvray.engine.device.pool import Load, Ticket
 from kvray.errors import ConfigError, KVRayError

@@ -33,7 +33,7 @@ from kvray.store import ArenaOwner
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import align
 from kvray.store.arena.tables import Array
-from kvray.store.machine.capacity import MEMORY_KINDS, mount_of
+from kvray.store.machine.capacity import mount_of
 from kvray.store.machine.pages import mapped_file
 from kvray.store.nvme import NvmeSpec, NvmeStore
 from kvray.store.nvme.record import RECORD
@@ -113,7 +113,7 @@ def _check(disk: Path, num_bytes: int, sizes: Sequence[int]) -> None:
             " directory with --dir."
         ) from None
     mount = mount_of(disk)
-    if mount is not None and mount.kind in MEMORY_KINDS:
+    if mount is not None and mount.is_memory:
         raise ConfigError(
             f"{disk} is kept in memory ({mount.kind}), where no direct I/O reaches a disk;"
             " give a directory on a disk with --dir."

@@ -35,7 +35,7 @@ from kvray.store.arena.prefault import (
 )
 from kvray.store.arena.tables import Array, Tables
 from kvray.store.machine.access import reason
-from kvray.store.machine.capacity import MEMORY_KINDS, MemoryClaims, check_room, mount_of
+from kvray.store.machine.capacity import MemoryClaims, check_room, mount_of
 from kvray.store.machine.pages import spread
 from kvray.store.machine.side_file import SideFile
 
@@ -120,7 +120,7 @@ def require_room(directory: Path, spec: ArenaSpec) -> None:
     ConfigError: it must be in memory, and the mount is none.
     """
     mount = mount_of(directory)
-    if spec.in_memory and mount is not None and mount.kind not in MEMORY_KINDS:
+    if spec.in_memory and mount is not None and not mount.is_memory:
         raise ConfigError(
             f"{directory} is on {mount.kind}, which is no memory; set arena.dir to a tmpfs, such as"
             " /dev/shm, or to a hugetlbfs mount, or for a trial arena.mount to any."

@@ -209,13 +209,7 @@ def write(
 
 
 def read(
-    tables: Tables,
-    slots: Array,
-    pool: Array,
-    block_ids: Array,
-    *,
-    verify: bool,
-    copier: Copier,
+    tables: Tables, slots: Array, pool: Array, block_ids: Array, *, verify: bool, copier: Copier
 ) -> Array | None:
     """Copy leased slots into `pool`; with `verify`, return a mask of valid copies.
 

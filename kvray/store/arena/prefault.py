@@ -65,9 +65,7 @@ def ask_for_huge_pages(memory: Array) -> None:
 
 
 def populate(
-    *pieces: Array,
-    threads: int | None = None,
-    progress: Progress = lambda done, total: None,
+    *pieces: Array, threads: int | None = None, progress: Progress = lambda done, total: None
 ) -> bool:
     """Map every page of `pieces` for writing, and allocate those that do not exist yet.
 

@@ -15,8 +15,6 @@ from kvray.config import format_size
 from kvray.errors import CapacityError
 
 _MOUNTINFO = Path("/proc/self/mountinfo")
-MEMORY_KINDS = ("tmpfs", "hugetlbfs", "ramfs")
-"""File systems that are kept in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +30,11 @@ class Mount:
     """The directory of the file system that is seen at `point`."""
     options: tuple[str, ...]
     """Those of the file system, not of this mount of it."""
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether the file system is kept in memory."""
+        return self.kind in ("tmpfs", "hugetlbfs", "ramfs")
 
 
 def mounts(text: str | None = None) -> list[Mount]:

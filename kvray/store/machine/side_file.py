@@ -213,7 +213,5 @@ class SideFile:
 
 
 os.register_at_fork(
-    before=_opening.acquire,
-    after_in_parent=_opening.release,
-    after_in_child=SideFile.detach_child,
+    before=_opening.acquire, after_in_parent=_opening.release, after_in_child=SideFile.detach_child
 )

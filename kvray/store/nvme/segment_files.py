@@ -85,11 +85,7 @@ def create_segment(
     young = path.with_name(path.name + _UNFINISHED)
     segment_id = secrets.randbits(64)
     page = make_header(
-        shape,
-        cluster_name=cluster_name,
-        segment_id=segment_id,
-        number=number,
-        created=time.time(),
+        shape, cluster_name=cluster_name, segment_id=segment_id, number=number, created=time.time()
     )
     with contextlib.ExitStack() as on_failure:
         file = disk.create(young, shape.file_bytes)

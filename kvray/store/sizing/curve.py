@@ -113,12 +113,7 @@ def is_sure(predicted: float, measured: float) -> bool:
 
 
 def curve(
-    window: Window,
-    host_bytes: Sequence[int],
-    *,
-    disk_bytes: int = 0,
-    policy: str,
-    admission: str,
+    window: Window, host_bytes: Sequence[int], *, disk_bytes: int = 0, policy: str, admission: str
 ) -> Steps:
     """Return each namespace's hit rates with memory of each size, and a disk below all of them.
 

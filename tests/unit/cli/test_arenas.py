@@ -88,12 +88,15 @@ def test_an_arena_that_nobody_uses_is_shown_and_removed(dead, sweep):
 
 
 def test_an_arena_without_room_names_the_unused_ones_and_no_other(dead, attached, parent):
-    error = CapacityError("It needs 2GiB; lower arena.capacity.")
-    said = str(naming_unused(error, parent))
-    assert said.startswith("It needs 2GiB; lower arena.capacity, or run `kvray sweep`, which ")
-    assert said.endswith(f" of {dead}.")
+    def said() -> str:
+        with pytest.raises(CapacityError) as caught, naming_unused(parent):
+            raise CapacityError("It needs 2GiB; lower arena.capacity.")
+        return str(caught.value)
+
+    assert said().startswith("It needs 2GiB; lower arena.capacity, or run `kvray sweep`, which ")
+    assert said().endswith(f" of {dead}.")
     shutil.rmtree(dead)
-    assert naming_unused(error, parent) is error
+    assert said() == "It needs 2GiB; lower arena.capacity."
 
 
 def test_an_arena_with_an_owner_is_kept_also_while_that_is_frozen(parent, sweep):
