@@ -122,8 +122,7 @@ class HttpDrain:
     def __call__(self) -> list[Any]:
         """Return the events since the last call.
 
-        Raises:
-            TransferError: the server does not answer with a list of events.
+        TransferError: the server does not answer with a list of events.
         """
         try:
             with urllib.request.urlopen(self._request, timeout=_TIMEOUT_S) as answer:

@@ -196,8 +196,7 @@ class Answer:
     ) -> AsyncGenerator[str, None]:
         """Have the engine answer; yield the text, empty once it has begun.
 
-        Raises:
-            Refused: the engine cannot do what is asked.
+        Refused: the engine cannot do what is asked.
         """
         loop = asyncio.get_running_loop()
 

@@ -389,8 +389,7 @@ class TensorCache:
         self._count(dropped_tokens=len(missing) * self.metadata.tokens_per_block)
         if has_arena and len(missing):
             self._blocks.say_once(
-                "saves",
-                "KV was not stored: too many stores wait for the background (said once)",
+                "saves", "KV was not stored: too many stores wait for the background (said once)"
             )
 
     def _load(self, prompt: MaskedPrompt) -> tuple[int, torch.Tensor]:

@@ -103,8 +103,7 @@ class GpuScale:
     def check_memory(self, free_bytes: int) -> None:
         """Make sure that two models and their pages fit into the GPU's free memory.
 
-        Raises:
-            CapacityError: they do not.
+        CapacityError: they do not.
         """
         config = RANDOM[self.model]
         weights = sum(map(prod, weight_shapes(config).values())) * dtype_of(config).itemsize
@@ -136,11 +135,7 @@ def measure_gpu(
     runner: Runner,
     kinds: Collection[str] = KINDS,
 ) -> Report:
-    """Take the measurements of `kinds`.
-
-    Raises:
-        KVRayError: there is no room, or a step failed.
-    """
+    """Take the measurements of `kinds`. KVRayError: there is no room, or a step failed."""
     if device.is_gpu:
         scale.check_memory(int(torch.cuda.mem_get_info(device.device)[0]))
     num_rows = {"copies": 8 * len(scale.block_sizes) + 2, "prompts": 2 * len(scale.lengths)}
@@ -289,8 +284,7 @@ class Prompts:
     def take(self, num_tokens: int, count: int) -> list[Row]:
         """Measure prompts of one length: loaded, and computed with their saves behind the passes.
 
-        Raises:
-            KVRayError: a prompt was not stored, or not loaded.
+        KVRayError: a prompt was not stored, or not loaded.
         """
         self._compare(num_tokens, 1)  # the first one sets things up
         cold, loaded = self._compare(num_tokens, count)

@@ -45,8 +45,7 @@ _READY_S = 60.0
 class GpuDevice:
     """A device, such as "cuda:0" or "cpu", with a stream that stands for the engine's.
 
-    Raises:
-        ConfigError: there is no GPU that torch can use.
+    ConfigError: there is no GPU that torch can use.
     """
 
     def __init__(self, device: str) -> None:
@@ -123,10 +122,7 @@ class BlockCopies:
     """Blocks of one size, in an arena and in a pool of twice as many pages.
 
     The pool is that of a rank that reads its own blocks and, of four ranks, those of one that had
-    all heads, in which a quarter of each plane is its own.
-
-    Raises:
-        KVRayError: the arena has no room.
+    all heads, in which a quarter of each plane is its own. KVRayError: the arena has no room.
     """
 
     def __init__(
@@ -267,11 +263,7 @@ class BlockCopies:
             self._side.synchronize()
 
     def _check(self) -> None:
-        """Save and load once.
-
-        Raises:
-            KVRayError: a byte is wrong, so that no speed means anything.
-        """
+        """Save and load once. KVRayError: a byte is wrong, so that no speed means anything."""
         pages = torch.from_numpy(self._scattered).to(self._device.device)
         self._pages.random_(0, 255)
         expected = self._pages[pages].cpu()

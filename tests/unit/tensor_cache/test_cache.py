@@ -395,10 +395,7 @@ def true_kv(tokens: list[int], metadata: TensorMetadata) -> torch.Tensor:
     return in_layout.contiguous().view(metadata.dtype)
 
 
-@settings(
-    max_examples=examples(60),
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     # Two values only, so that prompts often begin alike.
     prompts=st.lists(st.lists(st.integers(0, 1), max_size=5 * BLOCK), min_size=1, max_size=6),

@@ -77,10 +77,7 @@ def test_blocks_of_another_size_are_read_when_it_is_given(tmp_path):
         ('{"timestamp": 0, "input_le', "is no JSON"),
         ("[1, 2]", "is no JSON object"),
         (json.dumps(LINE | {"hash_ids": "12"}), r'hash_ids must be a valid .*, and is "12"'),
-        (
-            json.dumps(LINE | {"hash_ids": [0, 1.5]}),
-            r"hash_ids\[1\] must be .*int.* 1\.5",
-        ),
+        (json.dumps(LINE | {"hash_ids": [0, 1.5]}), r"hash_ids\[1\] must be .*int.* 1\.5"),
         (json.dumps(LINE | {"hash_ids": [0, 2**64]}), r"hash_ids\[1\] must be less than 1844"),
         (json.dumps(LINE | {"input_length": 600.5}), "input_length must be a valid int.* is 600"),
         (json.dumps(LINE | {"timestamp": "now"}), 'timestamp must be a valid number.*"now"'),
