@@ -19,7 +19,7 @@ from kvray.routing.cost import (
 )
 from kvray.routing.decisions import Decisions, Outcomes
 from kvray.routing.loads import Load, Lru, Place, PoolMatch, ReplicaLoads
-from kvray.routing.survey import Profile, Survey, read_profile, survey_of
+from kvray.routing.survey import Profile, Survey, survey_of
 
 __all__ = [
     "PREFILL_STAT",
@@ -45,6 +45,5 @@ __all__ = [
     "Survey",
     "choose",
     "predict",
-    "read_profile",
     "survey_of",
 ]

@@ -3,15 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
 from kvray.identity.block import BlockKey
 from kvray.index import Run
 from kvray.routing.cost import Link, Medium, Stretch
 
 _WORD_BYTES = 8
-_BYTES_PER_S = 2e9
-"""Of a disk or another node that has given nothing yet; a guess, until it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +28,6 @@ class Profile:
     """None: the node has none."""
     links: Mapping[str, Link] = field(default_factory=dict)
     """Shard -> how fast it gives blocks to this node, as measured."""
-
-
-def read_profile(found: Mapping[str, Any]) -> Profile:
-    """Return what `ActorRequests.profile` said."""
-    return Profile(
-        tokens_per_block=found["tokens_per_block"],
-        block_bytes=found["block_bytes"],
-        parts=found["parts"],
-        namespace=found["namespace"],
-        num_partitions=found["num_partitions"],
-        disk=None if found["disk"] is None else _link(found["disk"]),
-        links={name: _link(one) for name, one in found["links"].items()},
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +85,3 @@ def _stretches(
             }
             yield Stretch(num_tokens=count * profile.tokens_per_block, holders=holders)
         start = run.stop
-
-
-def _link(found: Sequence[float | None]) -> Link:
-    latency_s, bytes_per_s = found
-    return Link(latency_s=latency_s or 0.0, bytes_per_s=bytes_per_s or _BYTES_PER_S)

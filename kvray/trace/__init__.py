@@ -1,4 +1,4 @@
-"""Notes on requests for people: prompt-prefix digests, reasons, arrivals; pure.
+"""Notes on requests for people: reasons, arrivals, spans; pure.
 
 Engines write it, their shard keeps it, and `kvray explain` reads it.
 """

@@ -21,7 +21,7 @@ from kvray.errors import ConfigError, KVRayError
 from kvray.identity.block import BlockKey, split_keys
 from kvray.identity.keys import Tokens, chain_keys, pack_tokens, request_seed
 from kvray.index import Run
-from kvray.routing import Outcomes, Profile, Survey, read_profile, survey_of
+from kvray.routing import Outcomes, Profile, Survey, survey_of
 
 _log = logging.getLogger("ray.serve")
 
@@ -210,7 +210,7 @@ class Surveys:
             if isinstance(found, BaseException):
                 self._homes[name] = shard, now + _HOME_RETRY_S
             else:
-                self._profiles[shard] = read_profile(found)
+                self._profiles[shard] = found
         homes = {shard for shard, _ in self._homes.values()}
         self._profiles = {name: one for name, one in self._profiles.items() if name in homes}
 

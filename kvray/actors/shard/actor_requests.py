@@ -28,6 +28,7 @@ from kvray.identity.fingerprint import fingerprint_model
 from kvray.identity.keys import MediaItem, chain_keys, request_seed
 from kvray.identity.tenant import TenantSalts
 from kvray.index import PARTS_MAX
+from kvray.routing import Profile
 from kvray.store.arena import key_index, lease, quotas, slabs
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array, Tables
@@ -381,8 +382,8 @@ class ActorRequests:
             self._parts.replicas.call_off(order)
         return {rank: reader.engine_ranks for rank, reader in readers.items()}
 
-    def profile(self, replica: str) -> dict[str, Any]:
-        """Return what a router has to know of a replica that is registered here; see `Profile`.
+    def profile(self, replica: str) -> Profile:
+        """Return what a router has to know of a replica that is registered here.
 
         ShardUnavailable: nobody can make the keys of its prompts yet. ConfigError: no rank of
         `replica` has registered here.
@@ -390,12 +391,8 @@ class ActorRequests:
         rank, reader = self._parts.first_reader(replica)
         check_named(reader)
         stager = self._parts.serving().stager
-        return {
-            "tokens_per_block": reader.namespace.tokens_per_block,
-            "namespace": b"" if reader.tenants is not None else reader.namespace.digest(),
-            "num_partitions": self._parts.settings.lookup_partitions,
-            **self._parts.loop.call(lambda: stager.profile(replica, rank), ANSWER_S),
-        }
+        num = self._parts.settings.lookup_partitions
+        return self._parts.loop.call(lambda: stager.profile(replica, rank, num), ANSWER_S)
 
     def promote(self, trace: str, *packed_order: Any) -> int:
         """Bring blocks from disk into its memory for another shard; return how many.

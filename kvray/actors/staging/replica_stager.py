@@ -8,6 +8,7 @@ from typing import Annotated, Any, Protocol
 from pydantic import Field, TypeAdapter
 
 from kvray.actors.staging.peers import Peers
+from kvray.actors.staging.plan import Peer
 from kvray.actors.staging.replicas import (
     Count,
     Name,
@@ -25,6 +26,7 @@ from kvray.actors.staging.stager import Staged, Stager
 from kvray.config import StagingConfig
 from kvray.errors import ConfigError
 from kvray.index import PARTS_MAX
+from kvray.routing import Link, Profile
 from kvray.store import Arena
 
 _SECONDS = TypeAdapter(Seconds)
@@ -35,6 +37,8 @@ _TOKEN = TypeAdapter(_Token)
 _TOKENS: TypeAdapter[tuple[str, ...]] = TypeAdapter(
     Annotated[tuple[_Token, ...], Field(max_length=64)]
 )
+_UNMEASURED_BYTES_PER_S = 2e9
+"""Of a disk or another node that has given nothing yet; a guess of routers, until it has."""
 _SUMMING_SHARE = 0.3  # share of the wait for checking the blocks that arrived
 
 
@@ -130,21 +134,21 @@ class ReplicaStager:
         num_staged = max(0, staged.num_blocks - before)
         return {**_answer(staged), "num_staged": num_staged, "arrivals": staged.arrivals}
 
-    def profile(self, replica: str, rank: int) -> dict[str, Any]:
-        """Return what a router has to know of a replica, one rank of which is registered here.
-
-        block_bytes of its ranks here, parts as a mask, and what was measured: disk, None if there
-        is none, and links, shard -> [latency in s, bytes/s or None] each.
-        """
+    def profile(self, replica: str, rank: int, num_partitions: int) -> Profile:
+        """Return what a router has to know of a replica, one rank of which is registered here."""
         _, _, readers = self._nodes_of(replica, rank)
+        namespace, has_tenants = readers[rank].namespace, readers[rank].tenants is not None
         prefix = prefix_for((), readers.values(), 0.0)
         disk, peers = self._stager.ways()
-        return {
-            "block_bytes": sum(prefix.block_bytes.values()),
-            "parts": sum(1 << part for part in prefix.block_bytes),
-            "disk": None if disk is None else [disk.latency_s, disk.bytes_per_s],
-            "links": {name: [one.latency_s, one.bytes_per_s] for name, one in peers.items()},
-        }
+        return Profile(
+            tokens_per_block=namespace.tokens_per_block,
+            block_bytes=sum(prefix.block_bytes.values()),
+            parts=sum(1 << part for part in prefix.block_bytes),
+            namespace=b"" if has_tenants else namespace.digest(),
+            num_partitions=num_partitions,
+            disk=None if disk is None else _link(disk),
+            links={name: _link(one) for name, one in peers.items()},
+        )
 
     def has_ranks_elsewhere(self, replica: str, rank: int) -> bool:
         """Return whether a rank speaks for others that are not registered here."""
@@ -207,6 +211,10 @@ class ReplicaStager:
         ranks = reader.ranks(rank)
         readers = self._replicas.readers(replica, ranks)
         return self._stager if len(readers) == len(ranks) else self._spread, ranks, readers
+
+
+def _link(peer: Peer) -> Link:
+    return Link(latency_s=peer.latency_s, bytes_per_s=peer.bytes_per_s or _UNMEASURED_BYTES_PER_S)
 
 
 def _answer(staged: Staged) -> dict[str, Any]:

@@ -217,13 +217,13 @@ class Drain:
             left_s = self._left_s()
             if not self._orders or left_s <= 0:
                 return
-            result = await self._sender.send(tables, batch[~held], target, seconds=left_s)
-            num_here = int(tables.block_bytes(result.slots).sum())
+            sent, fault = await self._sender.send(tables, batch[~held], target, seconds=left_s)
+            num_here = int(tables.block_bytes(sent).sum())
             self._budget -= num_here
-            if result.message:
-                self._figures["message"] = result.message
-            self._settled.append(names_of(tables, np.concatenate((batch[held], result.slots))))
-            self._figures["moved_blocks"] += len(result.slots)
+            if fault:
+                self._figures["message"] = fault
+            self._settled.append(names_of(tables, np.concatenate((batch[held], sent))))
+            self._figures["moved_blocks"] += len(sent)
             self._figures["moved_bytes"] += num_here
             left = self._figures["left_bytes"] - int(tables.block_bytes(batch).sum())
             self._figures["left_bytes"] = max(0, min(left, self._budget))

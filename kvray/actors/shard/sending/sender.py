@@ -5,7 +5,6 @@ is gone when it is asked for is a miss.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,16 +23,6 @@ from kvray.index import Run
 from kvray.store import ArenaOwner
 from kvray.store.arena.tables import Array, Tables
 from kvray.store.retention import Retention, find_alike
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendResult:
-    """What came of one batch of blocks."""
-
-    slots: Array
-    """Those that the target has now."""
-    message: str = ""
-    """Why it has not all of them, if that is known."""
 
 
 class Sender:
@@ -103,13 +92,14 @@ class Sender:
 
     async def send(
         self, tables: Tables, slots: Array, target: str, *, seconds: float, is_use: bool = False
-    ) -> SendResult:
+    ) -> tuple[Array, str]:
         """Have a target fetch the blocks in `slots`, parents before their children, in time.
 
-        `is_use` counts it as their use there.
+        `is_use` counts it as their use there. Returns those that the target has now, and why it has
+        not all of them, if that is known.
         """
         if not len(slots):
-            return SendResult(slots=slots)
+            return slots, ""
         chains = chains_of(tables, slots)
         spans = tuple(span_of(tables, chain, mover_of(self.shard)) for chain in chains)
         order = FetchOrder(spans=spans, deadline_s=seconds, purpose="use" if is_use else "copy")
@@ -121,4 +111,4 @@ class Sender:
         )
         faults = (f"{target}: {one.message}" for one in report.sources.values() if one.error)
         heads = [chain[:count] for chain, count in zip(chains, report.here, strict=True)]
-        return SendResult(slots=np.concatenate(heads), message=next(faults, ""))
+        return np.concatenate(heads), next(faults, "")

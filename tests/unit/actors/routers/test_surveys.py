@@ -15,21 +15,20 @@ from kvray.actors.shard.actor_requests import Prompt
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.index import Run
-from kvray.routing import Link, Outcomes, Stretch, Survey
+from kvray.routing import Link, Outcomes, Profile, Stretch, Survey
 from tests.kit.ray.engine import NAMESPACE
 
 pytestmark = pytest.mark.anyio
 
 TOKENS = np.arange(100, dtype="<i4")
-PROFILE = {
-    "tokens_per_block": 32,
-    "block_bytes": 4096,
-    "parts": 0b11,
-    "namespace": b"n" * 32,
-    "num_partitions": 2,
-    "disk": [0.0005, 3e9],
-    "links": {"s2": [0.001, None], "s3": [0.002, 5e9]},
-}
+PROFILE = Profile(
+    tokens_per_block=32,
+    block_bytes=4096,
+    parts=0b11,
+    namespace=b"n" * 32,
+    num_partitions=2,
+    disk=Link(latency_s=0.0005, bytes_per_s=3e9),
+)
 RUNS = [
     Run(stop=2, holders={"s1": 0b11, "s2": 0b111, "s3": 0b01}),
     Run(stop=3, holders={"s1": 0b11}),
@@ -45,7 +44,7 @@ class Tier:
         self.is_gone = False
         self.refusal = ""
         self.is_frozen: set[str] = set()
-        self.profile: dict[str, Any] = PROFILE
+        self.profile = PROFILE
 
     async def __call__(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
         self.calls.append((actor, method, args))
@@ -101,17 +100,12 @@ async def test_a_survey_says_who_holds_what_and_where(tier, surveys):
         ("s1", "on_disk", (0b11, b"".join(KEYS))),
     ]
     assert (surveys.home("known"), surveys.home("unknown")) == ("s1", "")
-    profile = surveys.profile("known")
-    assert profile.disk == Link(latency_s=0.0005, bytes_per_s=3e9)
-    assert profile.links == {
-        "s2": Link(latency_s=0.001, bytes_per_s=2e9),
-        "s3": Link(latency_s=0.002, bytes_per_s=5e9),
-    }
+    assert surveys.profile("known") == PROFILE
 
 
 @pytest.mark.parametrize(("namespace", "lora"), [(b"", None), (b"n" * 32, "/l")])
 async def test_keys_that_only_a_shard_can_make_are_asked_for(tier, surveys, namespace, lora):
-    tier.profile = {**PROFILE, "namespace": namespace}
+    tier.profile = replace(PROFILE, namespace=namespace)
     found = await heard(surveys, salt="t", lora=lora)
     assert found.words == tuple(key[:8] for key in KEYS)
     assert ("s1", "prompt", ("known", TOKENS.tobytes(), "t", lora)) in tier.calls
@@ -119,7 +113,7 @@ async def test_keys_that_only_a_shard_can_make_are_asked_for(tier, surveys, name
 
 @pytest.mark.parametrize("bad", [[2**40], [1, 2, 3]])
 async def test_a_prompt_without_keys_is_nowhere_and_costs_others_nothing(tier, surveys, bad):
-    tier.profile = {**PROFILE, "namespace": b""}
+    tier.profile = replace(PROFILE, namespace=b"")
     assert await heard(surveys) is not None
     tier.refusal = "The prompt names no tenant."
     nowhere = await surveys.survey(bad, ["unknown", "known"])
@@ -142,7 +136,7 @@ async def test_a_prompt_without_keys_does_not_end_the_pause_of_a_silent_tier(tie
 
 
 async def test_blocks_after_one_that_nobody_has_whole_are_of_no_use(tier, surveys):
-    tier.profile = {**PROFILE, "parts": 0b111, "disk": None}
+    tier.profile = replace(PROFILE, parts=0b111, disk=None)
     found = await heard(surveys)
     assert found.stretches == (Stretch(num_tokens=64, holders={"s2": "host"}),)
     assert "on_disk" not in [method for _, method, _ in tier.calls], "there is no disk"
