@@ -175,12 +175,6 @@ class NodeLink:
                 )
             self._wake.notify()
 
-    def call(
-        self, op: str, *, timeout_s: float = CALL_TIMEOUT_S, **fields: object
-    ) -> dict[str, object]:
-        """Ask this node's shard; raises as `ShardSocket.call`."""
-        return self._socket.call(op, timeout_s=timeout_s, **fields)
-
     def detach(self) -> None:
         """Drop one user; the last one closes the link. In a forked child nothing happens."""
         if self._forked:

@@ -89,18 +89,17 @@ class FencedSlots:
                     return
         self._arena.abort(reservation)
 
-    def settle(self, *, at_once: bool = False) -> None:
+    def settle(self) -> None:
         """Renew the transport's end if slots are fenced, and free them.
 
-        It waits while other transfers are under way, but no longer than `PATIENCE_S`. With
-        `at_once` it does not, and ends them.
+        It waits while other transfers are under way, but no longer than `PATIENCE_S`.
         """
         with self._renewing:
             with self._lock:
                 if not self._fenced:
                     return
                 waited_s = time.monotonic() - self._fenced[0][1]
-                if self._num_transfers and waited_s < PATIENCE_S and not at_once:
+                if self._num_transfers and waited_s < PATIENCE_S:
                     return
             try:
                 self._transport.renew()

@@ -39,7 +39,7 @@ _ENGINE = textwrap.dedent(
             [b"k" * 32], parent=None, depth=0, part=0, block_bytes=4096, wait_s=5.0
         )
         link.arena.commit(found, link.arena.sums(found))
-        print("stored by", link.call("hello")["shard"])
+        print("stored by", link._socket.call("hello", timeout_s=5)["shard"])
     link.detach()
     """
 )
