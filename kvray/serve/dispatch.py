@@ -4,11 +4,10 @@ A second choice of a replica is made when the first does not come.
 """
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from contextvars import Context, copy_context
@@ -30,7 +29,7 @@ from kvray.serve.router import Routed
 from kvray.serve.settings import Settings
 from kvray.trace.spans import current, span
 
-Choosing: TypeAlias = "Callable[[], AbstractAsyncContextManager[Any]]"
+Choosing: TypeAlias = Callable[[], AbstractAsyncContextManager[Any]]
 
 
 @asynccontextmanager
@@ -46,17 +45,24 @@ async def first_choice(choose: Choosing, *, rival_s: float, timeout_s: float) ->
     found: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     is_over = asyncio.Event()
 
-    def fail(task: "asyncio.Task[None]") -> None:
-        if not (found.done() or task.cancelled()) and (error := task.exception()) is not None:
-            found.set_exception(error)
+    async def hold(after_s: float, *, is_rival: bool) -> None:
+        """Keep a choice to the end of the block; if it is not the first, give it back at once."""
+        await asyncio.sleep(after_s)
+        try:
+            async with choose() as choice:
+                if not found.done():
+                    found.set_result((choice, asyncio.current_task()))
+                    await is_over.wait()
+        except Exception as error:  # noqa: BLE001 - it is raised in the block's task
+            if not (is_rival or found.done()):
+                found.set_exception(error)
 
-    async def rival() -> None:
-        await asyncio.sleep(rival_s)
-        with contextlib.suppress(RayError, RayServeException):
-            await _hold(choose(), found, is_over)
-
-    holders = [_start(_hold(choose(), found, is_over)), _start(rival())]
-    holders[0].add_done_callback(fail)
+    # In empty contexts, so that Serve takes each choice as a request of its own. Its router finds
+    # requests that wait by the id of the caller's request. Of two with one id only the first is
+    # found. The other, also one that was given up, is looked for without end by one of the router's
+    # tasks, which are two for each replica: soon no request gets one (Ray 2.60).
+    holds = hold(0.0, is_rival=False), hold(rival_s, is_rival=True)
+    holders = [Context().run(asyncio.create_task, one) for one in holds]
     holding = None
     try:
         choice, holding = await asyncio.wait_for(found, timeout_s)
@@ -68,26 +74,6 @@ async def first_choice(choose: Choosing, *, rival_s: float, timeout_s: float) ->
             if task is not holding:
                 task.cancel()
         await asyncio.gather(*holders, return_exceptions=True)
-
-
-def _start(choosing: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-    """Start a task in an empty context, so that Serve takes its choice as a request of its own.
-
-    Serve's router finds requests that wait by the id of the caller's request. Of two with one id
-    only the first is found. The other, also one that was given up, is looked for without end by one
-    of the router's tasks, which are two for each replica: soon no request gets one (Ray 2.60).
-    """
-    return Context().run(asyncio.create_task, choosing)
-
-
-async def _hold(
-    choosing: AbstractAsyncContextManager[Any], found: "asyncio.Future[Any]", is_over: asyncio.Event
-) -> None:
-    """Keep a choice until `is_over`; one that is not the first is given back at once."""
-    async with choosing as choice:
-        if not found.done():
-            found.set_result((choice, asyncio.current_task()))
-            await is_over.wait()
 
 
 _log = logging.getLogger("ray.serve")
@@ -264,9 +250,16 @@ class Dispatcher:
         self, asked: Forwarded, hint: Hint | None, deadline: float
     ) -> tuple[Taken, Head]:
         """Return the engine that answers a request, and the answer's head."""
-        retries_left = _RETRIES_MAX
+        tries_left, retries_left = _TRIES_MAX, _RETRIES_MAX
         while True:
-            taken = await self._hand_over(asked, hint, deadline)
+            tries_left -= 1
+            try:
+                taken = await self._try(asked, hint, deadline, is_last=not tries_left)
+            except _GONE as error:
+                if not tries_left or time.monotonic() >= deadline:
+                    raise _failure(error, "The engine") from error
+                _log.warning("An engine did not take a request (%r); another one gets it", error)
+                continue
             try:
                 return taken, await _next(taken, deadline)
             except BaseException as error:
@@ -275,20 +268,8 @@ class Dispatcher:
                 is_gone = isinstance(error, RequestError) and error.code == "replica_gone"
                 if not (is_gone and retries_left):
                     raise
-            retries_left -= 1
+            tries_left, retries_left = _TRIES_MAX, retries_left - 1
             _log.warning("%s is gone before it answered; another one is asked", taken.name)
-
-    async def _hand_over(self, asked: Forwarded, hint: Hint | None, deadline: float) -> Taken:
-        """Return the engine that has taken a request."""
-        tries_left = _TRIES_MAX
-        while True:
-            tries_left -= 1
-            try:
-                return await self._try(asked, hint, deadline, is_last=not tries_left)
-            except _GONE as error:
-                if not tries_left or time.monotonic() >= deadline:
-                    raise _failure(error, "The engine") from error
-                _log.warning("An engine did not take a request (%r); another one gets it", error)
 
     async def _try(
         self, asked: Forwarded, hint: Hint | None, deadline: float, *, is_last: bool
@@ -298,9 +279,13 @@ class Dispatcher:
             if self._can_choose:
                 choice, routed = await self._placed(chosen, hint, deadline)
                 name = replica_name(choice.replica_id)
-                if hint is not None:
-                    cached = await self._bring(hint, name, choice.replica_id, routed)
-                    num_computed = None if cached is None else len(hint.tokens) - cached
+                cached, brought = routed.near_tokens(name), None
+                if hint is not None and choice.replica_id not in routed.here:
+                    brought = await self._prefetcher.bring(hint.tokens, name, hint.salt)
+                if hint is not None and brought is not None:
+                    cached = max(cached or 0, min(brought.num_tokens, len(hint.tokens)))
+                if hint is not None and cached is not None:
+                    num_computed = len(hint.tokens) - cached
                 routed.sent(choice.replica_id)
                 events = self._engines.dispatch(choice, asked, num_computed)
             else:
@@ -317,16 +302,6 @@ class Dispatcher:
                 raise
         return Taken(name, events, routed, cached)
 
-    async def _bring(self, hint: Hint, name: str, replica_id: str, routed: Routed) -> int | None:
-        """Have what kvray has of a prompt brought to a replica; return what is near then."""
-        near = routed.near_tokens(name)
-        if replica_id in routed.here:
-            return near
-        brought = await self._prefetcher.bring(hint.tokens, name, hint.salt)
-        if brought is None:
-            return near
-        return max(near or 0, min(brought.num_tokens, len(hint.tokens)))
-
     async def _placed(
         self, chosen: AsyncExitStack, hint: Hint | None, deadline: float
     ) -> tuple[Any, Routed]:
@@ -336,11 +311,8 @@ class Dispatcher:
         itself would count those that it is placing right now too, and refuse a burst.
         """
         self._refuse_too_many()
-        choosing = first_choice(
-            partial(self._choose, hint),
-            rival_s=_RIVAL_S,
-            timeout_s=deadline - time.monotonic(),
-        )
+        left_s = deadline - time.monotonic()
+        choosing = first_choice(partial(self._choose, hint), rival_s=_RIVAL_S, timeout_s=left_s)
         with span("route") as route:
             entering = asyncio.ensure_future(chosen.enter_async_context(choosing))
             try:
@@ -353,9 +325,8 @@ class Dispatcher:
                         self._num_queued -= 1
                 choice, routed = entering.result()
             except BaseException:
-                if not entering.done():
-                    entering.cancel()
-                    await asyncio.wait({entering})
+                entering.cancel()
+                await asyncio.wait({entering})
                 raise
             name = replica_name(choice.replica_id)
             route.set_attributes({"kvray.replica": name, **routed.about(name)})

@@ -50,6 +50,8 @@ _ASKED_S = 0.15
 """How long `/health` waits for Serve."""
 _OURS = frozenset((b"date", b"server", b"x-request-id"))
 """Headers of an answer that Serve's proxy sets itself."""
+_NOT_SENT = HOP_BY_HOP | {b"content-length", b"host", b"expect"}
+"""Headers of a request that the connection to an engine has of its own."""
 
 
 class Renderer:
@@ -84,11 +86,11 @@ class Renderers:
         The process with the least to do is asked; of equal ones always the same for a beginning of
         a conversation, which it has kept.
         """
-        if not self._actors or not body or len(body) > _RENDERED_BYTES_MAX:
+        num = len(self._actors)
+        if not num or not body or len(body) > _RENDERED_BYTES_MAX:
             return None
-        first = hash(body[:1024]) % len(self._actors)
-        order = [*range(first, len(self._actors)), *range(first)]
-        place = min(order, key=self._num_open.__getitem__)
+        first = hash(body[:1024]) % num
+        place = min(range(num), key=lambda one: (self._num_open[one], (one - first) % num))
         if self._num_open[place] >= _RENDERS_MAX:
             return None
         asked = asyncio.ensure_future(self._ask(place, path, body))
@@ -123,14 +125,14 @@ class Ingress:
         )
         self._state: tuple[float, bool] = float("-inf"), False
         self._asking: asyncio.Task[None] | None = None
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._answers = Counter(
-            "kvray_ingress_answers", "Answers by status.", ["status"], registry=self._registry
+            "kvray_ingress_answers", "Answers by status.", ["status"], registry=self.registry
         )
         self._first_s = Histogram(
             "kvray_ingress_first_byte_seconds",
             "From a request's last byte to its answer's first.",
-            registry=self._registry,
+            registry=self.registry,
             buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60),
         )
 
@@ -150,14 +152,8 @@ class Ingress:
             return
         application: Any = status.applications.get(self._engines.app_name)
         found = application and application.deployments.get(self._engines.deployment_name)
-        is_well = found is not None and (
-            found.status == "HEALTHY" or found.replica_states.get("RUNNING", 0) > 0
-        )
-        self._state = time.monotonic(), is_well
-
-    def metrics(self) -> bytes:
-        """Return this ingress's own counts, as Prometheus reads them."""
-        return generate_latest(self._registry)
+        is_well = found and (found.status == "HEALTHY" or found.replica_states.get("RUNNING", 0))
+        self._state = time.monotonic(), bool(is_well)
 
     async def forward(self, request: Request, send: Send) -> None:
         """Answer a request by an engine's answer."""
@@ -180,7 +176,7 @@ class Ingress:
                     self._answers.labels(str(one.status)).inc()
                     self._first_s.observe(time.monotonic() - began)
                     start = {"type": "http.response.start", "status": one.status}
-                    await send({**start, "headers": headers})
+                    await send(start | {"headers": headers})
             await send({"type": "http.response.body", "body": b""})
         except RequestError as error:
             fail(current(), error.code)
@@ -207,31 +203,29 @@ class Ingress:
         if not any(path == one or path.startswith(f"{one}/") for one in self._settings.paths):
             told = f"Nothing is at {path:.80}; `paths` in the settings has what engines answer."
             raise RequestError(told, status=404, code="not_found")
-        headers = [one for one in request.headers.raw if one[0].lower() not in HOP_BY_HOP]
-        if sum(len(key) + len(value) for key, value in headers) > _HEADER_BYTES_MAX:
+        raw = request.headers.raw  # their names are in lower case
+        if sum(len(key) + len(value) for key, value in raw) > _HEADER_BYTES_MAX:
             told = f"The headers are longer than {_HEADER_BYTES_MAX} bytes; send fewer."
             raise RequestError(told, status=431, code="headers_too_long")
+        timeout_s = self._settings.body_timeout_s
         try:
-            body = await asyncio.wait_for(self._body(request), self._settings.body_timeout_s)
+            body = await asyncio.wait_for(self._body(request), timeout_s)
         except asyncio.TimeoutError:
-            told = (
-                f"The body was not whole after {self._settings.body_timeout_s:g} s; send it again."
-            )
+            told = f"The body was not whole after {timeout_s:g} s; send it again."
             raise RequestError(told, status=408, code="timeout") from None
-        has_length = {b"content-length", b"host", b"expect"}
-        headers = [one for one in headers if one[0].lower() not in has_length]
+        headers = [one for one in raw if one[0] not in _NOT_SENT]
+        names = dict(headers)
         if body or request.method not in ("GET", "HEAD"):
             headers.append((b"content-length", str(len(body)).encode()))
-        names = {key.lower() for key, _ in headers}
         if b"x-request-id" not in names:
             headers.append((b"x-request-id", secrets.token_hex(16).encode()))
         trace = traceparent()
         if trace or b"traceparent" not in names:
             trace = trace or f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
-            headers = [one for one in headers if one[0].lower() != b"traceparent"]
+            headers = [one for one in headers if one[0] != b"traceparent"]
             headers.append((b"traceparent", trace.encode()))
-        query = request.scope.get("query_string", b"")
-        target = path + (f"?{query.decode('latin-1')}" if query else "")
+        query = request.scope.get("query_string", b"").decode("latin-1")
+        target = f"{path}?{query}" if query else path
         return Forwarded(request.method, target, headers, body)
 
     async def _body(self, request: Request) -> bytes:
@@ -275,7 +269,8 @@ async def _health(_: Request) -> Response:
 
 
 async def _metrics(_: Request) -> Response:
-    return PlainTextResponse(_ingress().metrics(), media_type="text/plain; version=0.0.4")
+    counts = generate_latest(_ingress().registry)
+    return PlainTextResponse(counts, media_type="text/plain; version=0.0.4")
 
 
 class _Rest:

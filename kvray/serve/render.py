@@ -110,11 +110,8 @@ class Prompts:
 
     def hint(self, path: str, body: bytes) -> Hint | None:
         """Return what is known of the prompt that `body` asks about; None: nothing."""
-        read = _READERS.get(path)
         try:
-            asked = json.loads(body) if read is not None else None
-            if read is None or not isinstance(asked, dict):
-                return None
+            read, asked = _READERS[path], json.loads(body)
             tokens = np.asarray(read(self, asked), dtype=np.int32)
             salt = asked.get("cache_salt")
         except Exception:  # noqa: BLE001 - templates and tokenizers raise anything; the engine answers
@@ -161,7 +158,11 @@ class Prompts:
         messages = [_of_item(one) for one in items]
         if asked.get("instructions"):
             messages.insert(0, {"role": "system", "content": asked["instructions"]})
-        return self.chat({"messages": messages, "tools": [*map(_nested, asked.get("tools") or ())]})
+        tools = [
+            _function(one.get("name"), one.get("description"), one.get("parameters"))
+            for one in asked.get("tools") or ()
+        ]
+        return self.chat({"messages": messages, "tools": tools})
 
     def message(self, asked: Mapping[str, Any]) -> Tokens:
         """Return the tokens of a request of Anthropic's Messages, likewise."""
@@ -215,8 +216,7 @@ def load_prompts(settings: Settings, *, engine: str) -> Prompts:
         tokenizer = import_transformers().AutoTokenizer.from_pretrained(name, **given)
     except Exception as error:  # a hub's, a file's, or of the checkpoint's own code
         raise KVRayError(f"The tokenizer of {name} cannot be loaded ({error}).") from error
-    has_template = getattr(tokenizer, "chat_template", None) is not None
-    template = tokenizer if has_template else None
+    template = None if getattr(tokenizer, "chat_template", None) is None else tokenizer
     return Prompts(Texts(tokenizer), template, adds_special=engine != "reference")
 
 
@@ -240,9 +240,9 @@ def _function(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": given}
 
 
-def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a function of Responses as chats have it."""
-    return _function(tool.get("name"), tool.get("description"), tool.get("parameters"))
+def _call(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    called = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": called}
 
 
 def _of_item(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,8 +251,7 @@ def _of_item(item: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "message":
         return {"role": item["role"], "content": item["content"]}
     if kind == "function_call":
-        called = {"name": item["name"], "arguments": item["arguments"]}
-        call = {"id": item["call_id"], "type": "function", "function": called}
+        call = _call(item["call_id"], item["name"], item["arguments"])
         return {"role": "assistant", "tool_calls": [call]}
     if kind == "function_call_output":
         return {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
@@ -264,22 +263,17 @@ def _of_blocks(message: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     role, content = message["role"], message["content"]
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    made: list[dict[str, Any]] = [
-        {"role": "tool", "tool_call_id": one["tool_use_id"], "content": one.get("content", "")}
-        for one in content
-        if one["type"] == "tool_result"
-    ]
-    calls = [
-        {
-            "id": one["id"],
-            "type": "function",
-            "function": {"name": one["name"], "arguments": one["input"]},
-        }
-        for one in content
-        if one["type"] == "tool_use"
-    ]
-    texts = [one for one in content if one["type"] not in ("tool_result", "tool_use")]
+    made, calls, texts = list[dict[str, Any]](), list[dict[str, Any]](), list[Any]()
+    for one in content:
+        if one["type"] == "tool_result":
+            said = one.get("content", "")
+            made.append({"role": "tool", "tool_call_id": one["tool_use_id"], "content": said})
+        elif one["type"] == "tool_use":
+            calls.append(_call(one["id"], one["name"], one["input"]))
+        else:
+            texts.append(one)
     if texts or calls:
-        said: dict[str, Any] = {"role": role, "content": texts or None}
-        made.append({**said, "tool_calls": calls} if calls else said)
+        made.append({"role": role, "content": texts or None})
+        if calls:
+            made[-1]["tool_calls"] = calls
     return made

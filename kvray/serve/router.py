@@ -12,6 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -214,7 +215,8 @@ class KvRayRouter(RequestRouter):
     ) -> None:
         """Decide on the order of the replicas for a request, or that nothing is known of it."""
         tokens, marks = _prompt_of(pending.args, pending.kwargs)
-        tokens = _packed(tokens)
+        with suppress(ConfigError):  # as whoever reads them finds
+            tokens = tokens if tokens is None else pack_tokens(tokens)  # they are read twice
         survey = choice = None
         if tokens is not None:
             survey = await self._surveys.survey(tokens, [*map(self._name, replicas)], **marks)
@@ -222,23 +224,17 @@ class KvRayRouter(RequestRouter):
         routed = told if isinstance(told, Routed) else None
         if survey is not None:
             pools = self._pools.match(tokens, **marks)
-            places = self._places(replicas, pools)
+            here = [one for one in replicas if one.replica_id in self.curr_replicas]
+            places = [self._place(self._name(one), one.routing_stats, pools) for one in here]
             if places:  # else they ended while the shard was asked
                 choice = await self._loads.choose(
                     request, places, len(tokens), survey, is_told=routed is not None
                 )
-        now, is_told = time.monotonic(), routed is not None
-        self._decisions.begin(request, choice, survey, now=now, is_told=is_told)
+        is_told = routed is not None
+        self._decisions.begin(request, choice, survey, now=time.monotonic(), is_told=is_told)
         if routed is not None:
-            here = [] if survey is None else self._here(replicas, survey)
-            routed.follow(self._decisions, request, self._prefix, here, choice)
-
-    def _places(
-        self, replicas: Sequence[RunningReplica], pools: Mapping[str, PoolMatch]
-    ) -> list[Place]:
-        """Return those of the replicas that have not ended."""
-        here = [one for one in replicas if one.replica_id in self.curr_replicas]
-        return [self._place(self._name(one), one.routing_stats, pools) for one in here]
+            near = [] if survey is None else self._here(replicas, survey)
+            routed.follow(self._decisions, request, self._prefix, near, choice)
 
     def _here(self, replicas: Sequence[RunningReplica], survey: Survey) -> list[str]:
         """Return the ids of replicas whose nodes have in memory what there is of a prompt."""
@@ -265,14 +261,6 @@ class KvRayRouter(RequestRouter):
 def _two(replicas: Sequence[RunningReplica]) -> list[list[RunningReplica]]:
     """Return two random replicas: Serve takes the one with the shorter queue."""
     return [random.sample(list(replicas), min(2, len(replicas)))]
-
-
-def _packed(tokens: Any) -> Any:
-    """Return tokens in the form in which they are read twice; as they are if they have none."""
-    try:
-        return tokens if tokens is None else pack_tokens(tokens)
-    except ConfigError:  # as whoever reads them finds
-        return tokens
 
 
 def _prompt_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

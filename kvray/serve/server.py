@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
@@ -92,8 +92,7 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            is_text = isinstance(value, str)
-            flags += [f"--{flag}", value if is_text else json.dumps(value)]
+            flags += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
     return flags
 
 
@@ -117,7 +116,7 @@ class EngineServer:
         self.url = f"http://{HOST}:{port}"
         self._directory = tempfile.TemporaryDirectory(prefix="kvray-serve-")
         command = command_of(settings, port, Path(self._directory.name))
-        self._log = _open_log(log)
+        self._log = tempfile.TemporaryFile() if log is None else log.open("a+b")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvray.serve.keeper", *command],
             stdin=subprocess.PIPE,
@@ -132,11 +131,6 @@ class EngineServer:
         """The process that keeps the server, which is its child."""
         return self._process.pid
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the server has not ended."""
-        return self._process.poll() is None
-
     def wait_ready(self, timeout_s: float) -> None:
         """Return when the server says that it is well.
 
@@ -145,7 +139,7 @@ class EngineServer:
         """
         deadline = time.monotonic() + timeout_s
         while not self.is_well(timeout_s=5.0):
-            if not self.is_alive:
+            if self._process.poll() is not None:
                 raise self._failure("has ended")
             if time.monotonic() > deadline:
                 raise self._failure(f"was not ready within {timeout_s:.0f} s")
@@ -178,10 +172,6 @@ class EngineServer:
 
     def _failure(self, what: str) -> KVRayError:
         return KVRayError(f"The engine {self.name} {what}. {last_words(self._log)}".strip())
-
-
-def _open_log(path: Path | None) -> IO[bytes]:
-    return tempfile.TemporaryFile() if path is None else path.open("a+b")
 
 
 def log_path(name: str) -> Path | None:

@@ -120,13 +120,15 @@ class KvRayConnector(KVConnectorBase_V1):
         """Attach to the node's tier if there is one; ConfigError: a setting cannot be used."""
         super().__init__(vllm_config, role, kv_cache_config)
         shared = state_for(vllm_config, kv_cache_config)
-        self._scheduling = self._rank = None
+        self._half: SchedulingHalf | RankHalf
+        self._scheduler: SchedulingHalf
+        self._worker: RankHalf  # the one or the other, as vLLM calls
         if role == KVConnectorRole.SCHEDULER:
             events = field_of(vllm_config, "kv_events_config")
             is_told = bool(field_of(events, "enable_kv_cache_events"))
-            self._scheduling = SchedulingHalf(shared, tells_events=is_told)
+            self._half = self._scheduler = SchedulingHalf(shared, tells_events=is_told)
         else:
-            self._rank = RankHalf(shared, kv_cache_config)
+            self._half = self._worker = RankHalf(shared, kv_cache_config)
         shut_down_at_exit(self)
 
     @property
@@ -227,16 +229,4 @@ class KvRayConnector(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         """Let go of the tier. Twice is fine."""
-        for half in (self._scheduling, self._rank):
-            if half is not None:
-                half.close()
-
-    @property
-    def _scheduler(self) -> SchedulingHalf:
-        assert self._scheduling is not None, "vLLM calls a worker's connector as a scheduler's"
-        return self._scheduling
-
-    @property
-    def _worker(self) -> RankHalf:
-        assert self._rank is not None, "vLLM calls a scheduler's connector as a worker's"
-        return self._rank
+        self._half.close()

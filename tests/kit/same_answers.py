@@ -23,11 +23,11 @@ class Case(NamedTuple):
 
 
 HI = [{"role": "user", "content": "Hi"}]
-LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+LOOK = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 SAW = {"role": "tool", "tool_call_id": "1", "content": "a door"}
-SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
 LONG = "The keeper counts the lamps of the third room, one after the other. " * 40
 USAGE = {"include_usage": True}
 

@@ -72,7 +72,8 @@ def test_openais_package_has_its_answers(served):
     chunks = list(served.ask(messages=HI, max_tokens=6, temperature=0, stream=True))
     pieces = [one.choices[0].delta.content or "" for one in chunks if one.choices]
     assert "".join(pieces) == whole.choices[0].message.content
-    called = served.ask(messages=HI, max_tokens=48, tools=[LOOK], tool_choice="required")
+    tools = {"tools": [LOOK], "tool_choice": "required", "temperature": 0}
+    called = served.ask(messages=HI, max_tokens=64, **tools)
     assert called.choices[0].message.tool_calls[0].function.name == "look"
     several = served.ask(messages=HI, max_tokens=3, n=3, temperature=0.7, seed=1, logprobs=True)
     assert [len(one.logprobs.content) for one in several.choices] == [3, 3, 3]
@@ -91,7 +92,8 @@ def test_openais_package_raises_what_it_raises_of_vllm(served):
 
 def test_anthropics_package_has_its_answers(served):
     root = str(served.client.base_url).removesuffix("v1/")
-    asked = {"model": MODEL, "messages": HI, "max_tokens": 6, "temperature": 0}
+    greedily = {"temperature": 0}
+    asked = {"model": MODEL, "messages": HI, "max_tokens": 6, "extra_body": greedily}
     with anthropic.Anthropic(base_url=root, api_key="none", max_retries=0) as client:
         whole = client.messages.create(**asked).content[0].text
         with client.messages.stream(**asked) as stream:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,8 +131,13 @@ def ask(client: Any, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def open_served(local: LocalRay, name: str, **args: Any) -> Iterator[Served]:
-    """Have a tier and the example's application with `args` for the time of a block."""
+def open_served(
+    local: LocalRay, name: str, *, write: Callable[..., int] | None = None, **args: Any
+) -> Iterator[Served]:
+    """Have a tier and the example's application with `args` for the time of a block.
+
+    `write`, like `write_settings`, may write another application's settings.
+    """
     with open_shell(name) as shell:
         config = shell.directory / "kvray.yaml"
         config.write_text(
@@ -150,7 +155,7 @@ def open_served(local: LocalRay, name: str, **args: Any) -> Iterator[Served]:
         up = shell.run("up", **environ)
         assert up.returncode == 0, up.stderr
         settings = shell.directory / "serve.yaml"
-        port = write_settings(settings, kvray_config=str(config), **args)
+        port = (write or write_settings)(settings, kvray_config=str(config), **args)
         try:
             with (
                 serve_run(settings, port, {**shell.environ, **environ}) as serve,

@@ -1,0 +1,69 @@
+"""The example for `ray.serve.llm` as a user has it: two replicas of vLLM share their blocks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvray.actors.tier.local_ray import LocalRay
+from kvray.reference.checkpoint import find_smollm2
+from tests.kit.ray.command_line import free_port
+from tests.kit.ray.served import Served, open_served
+from tests.ray.conftest import local
+from tests.vllm.witness import BLOCK, ENVIRON
+from tests.waiting import wait_for
+
+__all__ = ["local"]
+
+pytest.importorskip("openai")
+pytest.importorskip("pyarrow", reason="ray.serve.llm is not installed")
+
+pytestmark = [pytest.mark.ray]
+
+PROMPT = "The keeper counts the lamps of the third room, one after the other. " * 40
+
+
+def write(path: Path, *, kvray_config: str) -> int:
+    """Write the settings of the example's application; return the port that they name."""
+    environ = {"ON_CPU": "1", "MODEL": str(find_smollm2()), "KVRAY_CONFIG": kvray_config}
+    application = {
+        "name": "llm",
+        "import_path": "examples.ray_serve_llm.app:app",
+        "runtime_env": {"env_vars": {**ENVIRON, **environ}},
+    }
+    port = free_port()
+    options = {"host": "127.0.0.1", "port": port}
+    settings = {"proxy_location": "HeadOnly", "http_options": options}
+    path.write_text(yaml.safe_dump({**settings, "applications": [application]}))
+    return port
+
+
+@pytest.fixture(scope="module")
+def served(local: LocalRay) -> Iterator[Served]:
+    with open_served(local, "serve-llm", write=write) as made:
+        yield made
+
+
+def test_the_second_replica_has_from_the_tier_what_the_first_computed(served):
+    def ask() -> tuple[str, int, int]:
+        answer = served.client.completions.create(
+            model="smollm2", prompt=PROMPT, max_tokens=4, temperature=0
+        )
+        hit = answer.model_extra["kv_transfer_params"]["kvray_hit_tokens"]
+        return answer.choices[0].text, answer.usage.prompt_tokens, hit
+
+    text, num_tokens, hit = ask()
+    assert hit == 0
+    whole = num_tokens // BLOCK
+    wait_for(lambda: served.stored() >= whole, "the save")
+    found: list[tuple[str, int, int]] = []
+
+    def is_other() -> bool:
+        found.append(ask())
+        return found[-1][2] > 0
+
+    wait_for(is_other, "an answer of the other replica")
+    assert {one[0] for one in found} == {text}
+    assert found[-1][2] == (num_tokens - 1) // BLOCK * BLOCK
+    assert len(served.connected()) == 2
