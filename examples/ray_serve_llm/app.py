@@ -6,18 +6,21 @@ from ray.serve.llm import LLMConfig, build_openai_app
 
 import kvray.serve.llm  # noqa: F401 - registers the connector
 
-on_cpu = os.environ.get("ON_CPU") == "1"
+on_cpu = {
+    "accelerator_config": {"kind": "cpu"},
+    "placement_group_config": {"bundles": [{"CPU": 0.5}]},  # of each replica
+}
 config = LLMConfig(
     model_loading_config={
         "model_id": "smollm2",
         "model_source": os.environ.get("MODEL", "HuggingFaceTB/SmolLM2-135M-Instruct"),
     },
-    accelerator_config={"kind": "cpu"} if on_cpu else None,
-    deployment_config={"num_replicas": 2},
+    deployment_config={"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}},
     engine_kwargs={
         "block_size": 32,  # the same in all replicas
         "max_model_len": 2048,
         "kv_transfer_config": {"kv_connector": "KvRayConnector"},
     },
+    **(on_cpu if os.environ.get("ON_CPU") == "1" else {}),
 )
 app = build_openai_app({"llm_configs": [config]})

@@ -83,15 +83,13 @@ def _router(settings: Settings) -> dict[str, Any]:
     from kvray.serve.engine import REPLICA_PREFIX
 
     config = settings.kvray_config
-    arguments = {
-        "kvray_config": None if config is None else str(config),
-        "pool_blocks": settings.pool_blocks,
-        "replica_prefix": REPLICA_PREFIX,
-    }
     options: dict[str, Any] = {  # its types say less than it takes
         "request_router_class": "kvray.serve.router:KvRayRouter",
-        "request_router_kwargs": arguments,
+        "request_router_kwargs": {
+            "kvray_config": None if config is None else str(config),
+            "pool_blocks": settings.pool_blocks,
+            "replica_prefix": REPLICA_PREFIX,
+        },
         "request_routing_stats_period_s": _STATS_PERIOD_S,
     }
-    router = RequestRouterConfig(**options)
-    return {"request_router_config": router}
+    return {"request_router_config": RequestRouterConfig(**options)}

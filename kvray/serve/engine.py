@@ -65,20 +65,6 @@ def replica_name(serve_replica_id: str) -> str:
     return REPLICA_PREFIX + serve_replica_id
 
 
-def start(name: str, settings: Settings) -> EngineServer:
-    """Begin to start an engine's server, which ends with this process.
-
-    A process that has joined Ray ends with Ray's node; an engine must not. So it is a child, and
-    it is told by its environment where kvray's tier is and what it is called there.
-    """
-    env = {"KVRAY_CONNECTOR__REPLICA": name}  # besides what this node's Ray says of its arena
-    if settings.kvray_config is not None:
-        env[CONFIG_ENV] = str(settings.kvray_config)
-    if settings.is_tiny and load_config(settings.kvray_config).connector.model_key is None:
-        env["KVRAY_CONNECTOR__MODEL_KEY"] = settings.model  # it has no files to tell it by
-    return EngineServer(name, settings, env=env, log=log_path(name))
-
-
 class Engine:
     """A Serve replica with one engine; it ends with its engine.
 
@@ -116,7 +102,13 @@ class Engine:
         self._feed: PoolFeed | None = None
         if name is None:
             name = replica_name(serve.get_replica_context().replica_id.unique_id)
-        self._server = start(name, settings)
+        # The engine learns from its environment where the tier is, and what it is called there.
+        env = {"KVRAY_CONNECTOR__REPLICA": name}  # besides what this node's Ray says of its arena
+        if settings.kvray_config is not None:
+            env[CONFIG_ENV] = str(settings.kvray_config)
+        if settings.is_tiny and load_config(settings.kvray_config).connector.model_key is None:
+            env["KVRAY_CONNECTOR__MODEL_KEY"] = settings.model  # it has no files to tell it by
+        self._server = EngineServer(name, settings, env=env, log=log_path(name))
         try:
             self._server.wait_ready(settings.start_timeout_s)
             if settings.pool_events:
@@ -205,9 +197,8 @@ class Engine:
         silent_s = time.monotonic() - self._heard_at
         if silent_s <= self._stall_timeout_s:
             return
-        is_well = await asyncio.to_thread(self._server.is_well, timeout_s=_HEALTH_S)
         is_late = self._num_streams or (self._num_open and silent_s > self._request_timeout_s)
-        if is_well and not is_late:
+        if not is_late and await asyncio.to_thread(self._server.is_well, timeout_s=_HEALTH_S):
             return
         raise KVRayError(
             f"The engine {self._server.name} has said nothing for {silent_s:.0f} s, with"
