@@ -6,9 +6,9 @@ Source: `vllm/distributed/kv_events.py` and `BlockPool` of vLLM 0.29 and 0.32.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
@@ -18,6 +18,9 @@ from kvray.engine.shared_state import SharedState
 from kvray.identity.block import BlockKey
 from kvray.store import Arena
 
+_convert = kv_cache_utils.maybe_convert_block_hash
+_untagged = getattr(kv_cache_utils, "to_event_extra_keys", list)
+"""Returns extra keys as events have them; they are tagged in vLLM 0.32, and not in 0.29."""
 _LOOK = 2048
 """Blocks that one call looks for, of those that were told and of those that were not yet."""
 _UNTOLD_MAX = 65_536
@@ -27,23 +30,14 @@ _TOLD_MAX = 262_144
 """Blocks that are told at a time, of some 250 bytes each; of more, nothing is."""
 
 
-class _Block(NamedTuple):
-    key: BlockKey
-    name: Any  # vLLM's hash of it, as vLLM publishes it
-    parent: Any  # that of the block before; None: it begins a prompt
-    tokens: list[int]
-    extra: Any  # what else than tokens enters its hash
-    lora: tuple[int, str] | tuple[None, None]
-    until: float
-
-
 class TierEvents:
     """Used by the thread of vLLM's scheduler."""
 
     def __init__(self, shared: SharedState, clock: Callable[[], float] = time.monotonic) -> None:
         self._shared = shared
         self._clock = clock
-        self._untold: dict[Any, _Block] = {}
+        self._untold: dict[Any, tuple[BlockKey, float, Any]] = {}
+        """Block -> its key, when it is given up, and the event that tells of it."""
         self._told: dict[Any, BlockKey] = {}
         self._gone: list[Any] = []
         """Told blocks that are gone, until the next call takes them."""
@@ -59,20 +53,25 @@ class TierEvents:
         size, hashes = self._shared.args.tokens_per_block, request.block_hashes
         if len(hashes) > len(request.all_token_ids) // size:
             return  # vLLM hashes smaller blocks than it has
-        until, asked = self._clock() + _UNTOLD_S, request.lora_request
-        lora = (None, None) if asked is None else (asked.adapter_id, asked.name)
-        convert = kv_cache_utils.maybe_convert_block_hash
+        until, lora = self._clock() + _UNTOLD_S, request.lora_request
         for place, key in enumerate(keys[: max(0, len(hashes) - first)], first):
-            name, start = convert(hashes[place]), place * size
+            name, start, end = _convert(hashes[place]), place * size, (place + 1) * size
             is_full = len(self._untold) >= _UNTOLD_MAX or len(self._told) >= _TOLD_MAX
             if is_full or self._told.get(name) == key:
                 continue
-            tokens = list(request.all_token_ids[start : start + size])
-            extra, _ = kv_cache_utils.generate_block_hash_extra_keys(
-                request, start, start + size, 0
+            extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
+            event = BlockStored(
+                block_hashes=[name],
+                parent_block_hash=_convert(hashes[place - 1]) if place else None,
+                token_ids=list(request.all_token_ids[start:end]),
+                block_size=size,
+                lora_id=None if lora is None else lora.adapter_id,
+                medium=MEDIUM_CPU,
+                lora_name=None if lora is None else lora.name,
+                extra_keys=_untagged([extra]),
+                group_idx=0,
             )
-            parent = convert(hashes[place - 1]) if place else None
-            self._untold[name] = _Block(key, name, parent, tokens, extra, lora, until)
+            self._untold[name] = key, until, event
 
     def take(self) -> list[Any]:
         """Return what has come and gone since the last call, as far as that was looked for."""
@@ -113,16 +112,16 @@ class TierEvents:
                 self._gone.append(name)
 
     def _stored(self, arena: Arena) -> list[Any]:
-        some, now, came = list(islice(self._untold.values(), _LOOK)), self._clock(), []
-        here = self._are_here(arena, [block.key for block in some])
-        for block, is_here in zip(some, here, strict=True):
-            del self._untold[block.name]
+        some, now, events = list(islice(self._untold.items(), _LOOK)), self._clock(), list[Any]()
+        here = self._are_here(arena, [key for _, (key, *_) in some])
+        for (name, (key, until, event)), is_here in zip(some, here, strict=True):
+            del self._untold[name]
             if is_here:
-                self._told[block.name] = block.key
-                came.append(block)
-            elif now < block.until:
-                self._untold[block.name] = block  # behind those that were not looked for
-        return _joined(came, self._shared.args.tokens_per_block)
+                self._told[name] = key
+                _append(events, event)
+            elif now < until:
+                self._untold[name] = key, until, event  # behind those that were not looked for
+        return events
 
     def _are_here(self, arena: Arena, keys: list[BlockKey]) -> Any:
         """Return which blocks have all parts that the ranks read; without the arena's lock."""
@@ -131,31 +130,16 @@ class TierEvents:
         return np.logical_and.reduce(arena.present(keys, parts)) if keys else ()
 
 
-def _joined(blocks: Iterable[_Block], size: int) -> list[Any]:
-    """Return one event for each run of blocks that follow one another."""
-    events: list[Any] = []
-    for block in blocks:
-        last = events[-1] if events else None
-        if last is None or last.block_hashes[-1] != block.parent or last.lora_id != block.lora[0]:
-            last = BlockStored(
-                block_hashes=[],
-                parent_block_hash=block.parent,
-                token_ids=[],
-                block_size=size,
-                lora_id=block.lora[0],
-                medium=MEDIUM_CPU,
-                lora_name=block.lora[1],
-                extra_keys=[],
-                group_idx=0,
-            )
-            events.append(last)
-        last.block_hashes.append(block.name)
-        last.token_ids += block.tokens
-        last.extra_keys += _as_told([block.extra])
-    return events
-
-
-def _as_told(extra: list[Any]) -> list[Any]:
-    """Return extra keys as events have them; they are tagged in vLLM 0.32, and not in 0.29."""
-    untag = getattr(kv_cache_utils, "to_event_extra_keys", None)
-    return extra if untag is None else untag(extra) or extra
+def _append(events: list[Any], event: Any) -> None:
+    """Append an event of one block; blocks that follow one another have one together."""
+    last = events[-1] if events else None
+    if (
+        last is not None
+        and last.block_hashes[-1] == event.parent_block_hash
+        and last.lora_id == event.lora_id
+    ):
+        last.block_hashes += event.block_hashes
+        last.token_ids += event.token_ids
+        last.extra_keys += event.extra_keys
+    else:
+        events.append(event)

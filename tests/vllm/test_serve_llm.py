@@ -1,15 +1,17 @@
 """The example for `ray.serve.llm` as a user has it: two replicas of vLLM share their blocks."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
 from kvray.actors.tier.local_ray import LocalRay
 from kvray.reference.checkpoint import find_smollm2
 from tests.kit.ray.command_line import free_port
-from tests.kit.ray.served import Served, open_served
+from tests.kit.ray.served import DEADLINE_S, Served, open_served
 from tests.ray.conftest import local
 from tests.vllm.witness import BLOCK, ENVIRON
 from tests.waiting import wait_for
@@ -43,11 +45,26 @@ def write(path: Path, *, kvray_config: str) -> int:
 def served(local: LocalRay) -> Iterator[Served]:
     with open_served(local, "serve-llm", write=write) as made:
         yield made
+        left = shared_memory_of(made)
+    for path in left:  # Ray kills what vLLM has started
+        path.unlink(missing_ok=True)
+
+
+def shared_memory_of(served: Served) -> set[Path]:
+    """Return the files of vLLM's queues that processes of the application have open."""
+    marker = f"KVRAY_CONFIG={served.environ['KVRAY_CONFIG']}\0".encode()
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if marker in Path(f"/proc/{process.pid}/environ").read_bytes():
+                found |= {Path(one.path) for one in process.memory_maps()}
+    return {path for path in found if path.match("/dev/shm/psm_*")}
 
 
 def test_the_second_replica_has_from_the_tier_what_the_first_computed(served):
     def ask() -> tuple[str, int, int]:
-        answer = served.client.completions.create(
+        client = served.client.with_options(timeout=DEADLINE_S)  # while the model is loaded
+        answer = client.completions.create(
             model="smollm2", prompt=PROMPT, max_tokens=4, temperature=0
         )
         hit = answer.model_extra["kv_transfer_params"]["kvray_hit_tokens"]
