@@ -58,7 +58,7 @@ def shared_memory_of(served: Served) -> set[Path]:
         with contextlib.suppress(psutil.Error, OSError):
             if marker in Path(f"/proc/{process.pid}/environ").read_bytes():
                 found |= {Path(one.path) for one in process.memory_maps()}
-    return {path for path in found if path.match("/dev/shm/psm_*")}
+    return {path for path in found if path.match("/dev/shm/psm_*") or path.match("/dev/shm/sem.*")}
 
 
 def test_the_second_replica_has_from_the_tier_what_the_first_computed(served):
