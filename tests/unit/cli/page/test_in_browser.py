@@ -141,7 +141,9 @@ def test_request_is_found_by_its_number(browser):
 def test_old_figures_are_marked_with_their_age_and_what_to_do(browser):
     shown = fill(PageState("prod"), ago=30)
     shown.take({"part": STATUS, "trouble": "No tier; start it with `kvray up`."}, time.time() - 28)
-    said = re.compile(r"The tier has not answered for \d+ (s|min): No tier; start it with kvray up\.")
+    said = re.compile(
+        r"The tier has not answered for \d+ (s|min): No tier; start it with kvray up\."
+    )
     with opened(browser, app_of(shown)) as page:
         shows(page, re.compile(r"These figures are \d+ (s|min) old\."))
         expect(page.locator("#banner")).to_contain_text(said)
