@@ -128,9 +128,9 @@ PARTIAL = {"enable_partial_reuse": True}
 def test_blocks_of_which_the_engine_has_a_part_are_loaded_whole(
     on_device, make_engine, at_once, chunk, is_flat
 ):
-    """Others whose pages were copied go on reading them, and answer."""
+    """Others whose pages were copied go on reading them, and answer; what is computed is saved."""
     options = {"chunk": chunk, "is_flat": is_flat, "max_batch": at_once}
-    serve_all(make_engine(**options), FAMILY, max_new=3)
+    serve_all(make_engine(cache=PARTIAL, **options), FAMILY, max_new=3)
     reused = []
     for cache in ({}, PARTIAL):
         warm = make_engine(cache=cache, **options)
