@@ -139,13 +139,11 @@ class Prefetcher:
         asked = asyncio.get_running_loop().run_in_executor(
             self._threads, lambda: run(prefetch, tokens, replica=replica, salt=salt)
         )
-        had_failed = breaker.error
+        had_failed, brought = breaker.error, None
         try:
             brought = await asyncio.wait_for(asked, self._timeout_s)
         except ConfigError as error:  # the tier says it of this request, and is well
-            breaker.succeed()
             self._warn_once(str(error))
-            return None
         except (KVRayError, asyncio.TimeoutError) as error:
             reason = str(error) or f"no answer within {self._timeout_s} s"
             breaker.fail(time.monotonic(), reason)
