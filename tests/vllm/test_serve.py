@@ -100,3 +100,10 @@ def test_anthropics_package_has_its_answers(served):
             assert "".join(stream.text_stream) == whole
         with pytest.raises(anthropic.NotFoundError):
             client.messages.create(**{**asked, "model": "gpt-5"})
+
+
+def test_a_request_is_explained_by_its_x_request_id(served):
+    name = "mine-7f3a9c"
+    served.ask(messages=HI, max_tokens=2, extra_headers={"x-request-id": name})
+    shown = served.shell.run("explain", name, **served.environ)
+    assert f"(chatcmpl-{name}" in shown.stdout, shown.stderr
