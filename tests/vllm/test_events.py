@@ -18,6 +18,16 @@ def heard(witness):
         yield made
 
 
+def blocks_of(prompt: list[int]) -> set[tuple[int, ...]]:
+    """Return the tokens of the 20 whole blocks of a prompt."""
+    return {tuple(prompt[at : at + BLOCK]) for at in range(0, 20 * BLOCK, BLOCK)}
+
+
+def near(heard) -> set[tuple[int, ...]]:
+    """Return the tokens of the blocks that are said to be in memory."""
+    return {tokens for _, tokens in heard.content["CPU"].values()}
+
+
 def flush(witness, heard, condition) -> None:
     """Have the engine make passes until it has told what it has."""
     for question in range(20):
@@ -30,11 +40,9 @@ def flush(witness, heard, condition) -> None:
 def test_a_block_in_memory_is_told_as_vllm_tells_its_own(witness, heard):
     prompt = witness.prompt(0, LENGTH)
     witness.ask("telling", [prompt], max_tokens=8)
-    flush(witness, heard, lambda heard: len(heard.content["CPU"]) >= 20)
-    own, near = heard.content["GPU"], heard.content["CPU"]
-    assert near.items() <= own.items()  # the same hashes, parents and tokens
-    told = [tokens for _, tokens in near.values()]
-    assert {tuple(prompt[at : at + BLOCK]) for at in range(0, 20 * BLOCK, BLOCK)} <= {*told}
+    flush(witness, heard, lambda heard: blocks_of(prompt) <= near(heard))
+    # The same hashes, parents and tokens.
+    assert heard.content["CPU"].items() <= heard.content["GPU"].items()
 
 
 def test_a_block_that_another_engine_stored_is_told_when_it_is_loaded(witness, heard):
@@ -42,13 +50,14 @@ def test_a_block_that_another_engine_stored_is_told_when_it_is_loaded(witness, h
     witness.ask("uncached", [prompt])
     (warm,) = witness.ask("telling", [prompt], max_tokens=8)
     assert warm.hit_tokens == 20 * BLOCK
-    wanted = {tuple(prompt[at : at + BLOCK]) for at in range(0, 20 * BLOCK, BLOCK)}
-    flush(witness, heard, lambda h: wanted <= {tokens for _, tokens in h.content["CPU"].values()})
+    flush(witness, heard, lambda heard: blocks_of(prompt) <= near(heard))
 
 
 def test_blocks_that_leave_the_memory_are_removed(witness, heard):
-    before = dict(heard.content["CPU"])
+    prompt = witness.prompt(2, LENGTH)
+    witness.ask("telling", [prompt], max_tokens=8)
+    flush(witness, heard, lambda heard: blocks_of(prompt) <= near(heard))
+    own = dict(heard.content["GPU"])
     witness.tier.say("clear", "--yes")
-    flush(witness, heard, lambda heard: before.keys().isdisjoint(heard.content["CPU"]))
-    assert {block for medium, block in heard.removed if medium == "CPU"} >= before.keys()
-    assert heard.content["GPU"].items() >= before.items()  # of its own pool nothing went
+    flush(witness, heard, lambda heard: blocks_of(prompt).isdisjoint(near(heard)))
+    assert heard.content["GPU"].items() >= own.items()  # of its own pool nothing went
