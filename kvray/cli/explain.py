@@ -24,6 +24,7 @@ from kvray.console.output import empty_table
 from kvray.errors import ConfigError
 
 _LAST_MAX = 200
+_DIGITS_MAX = 20  # of 64 bits
 
 
 def explain(
@@ -65,7 +66,8 @@ def explain(
         raise ConfigError("Give either --tokens or a request, with or without --node, not both.")
     if tokens is None and (salt is not None or lora is not None):
         raise ConfigError("--salt and --lora need --tokens; a request has its own.")
-    asked = request if request is None or not request.isdecimal() else int(request)
+    is_number = request is not None and request.isdecimal() and len(request) <= _DIGITS_MAX
+    asked = int(request) if request is not None and is_number else request
     num_last = asked if last and asked is not None else 1
     if not isinstance(num_last, int) or not 1 <= num_last <= _LAST_MAX:
         raise ConfigError(f"--last takes a number from 1 to {_LAST_MAX}, not {request:.80}.")
