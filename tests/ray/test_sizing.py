@@ -13,7 +13,7 @@ from tests.waiting import wait_for
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 CAPACITY_MIB = 24
-NUM_PROMPTS = 1600
+NUM_PROMPTS = 900
 SLACK = 0.03
 """Beside the error that is said: what counts as not sure."""
 

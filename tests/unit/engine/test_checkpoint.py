@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,22 @@ from kvray.engine.engine_args import (
     read_checkpoint,
     read_media_tokens,
 )
+from tests.kit.apart import ARGS
 from tests.kit.connector import DEEPSEEK, LLAMA, checkpoint
+
+
+@pytest.mark.parametrize(
+    ("model", "served", "shown"),
+    [
+        ("/models/qwen3-8b", "", "qwen3-8b"),
+        ("/hub/models--Qwen--Qwen3-8B/snapshots/0a1b", "", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-8B", "", "Qwen/Qwen3-8B"),
+        ("/models/qwen3-8b", "chat", "chat"),
+        ("/models/a\nb", "", "a?b"),
+    ],
+)
+def test_people_read_the_served_name_or_that_of_the_checkpoint(model, served, shown):
+    assert replace(ARGS, model=model, served_name=served).shown_name == shown
 
 
 def read(directory: Path, config: dict[str, Any]) -> CheckpointConfig:

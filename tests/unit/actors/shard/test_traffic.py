@@ -96,6 +96,14 @@ def test_a_shard_that_starts_again_takes_a_sample_that_is_dense_enough_and_no_ot
     assert made.plan().window.trace.num_refs == 600
 
 
+def test_a_block_counts_as_its_slot_with_its_share_of_the_slabs_rest(made):
+    geometry = made._geometry
+    assert made.slot_bytes(1) == made.slot_bytes(geometry.slot_min) == geometry.slot_min
+    third = geometry.slab_bytes // 3
+    assert made.slot_bytes(third - geometry.slot_min) >= third - geometry.slot_min
+    assert made.slot_bytes(geometry.slab_bytes // 2 + 1) == geometry.slab_bytes
+
+
 # -- notes of requests ----------------------------------------------------------------------------
 
 ONE, TWO = (Origin(replica=name, rank=0, namespace=MINE) for name in ("one", "two"))

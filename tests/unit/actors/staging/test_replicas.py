@@ -231,7 +231,7 @@ def test_who_has_ended_lately_is_listed_and_explained_and_later_is_not(visitors)
     assert visitors.add_up_at(ENDED_S) == []
     assert visitors.namespace_of("pod-1", 0) is None
     assert visitors.ended()["ranks"] == 1
-    told = {entry["namespace"]: NAMESPACE.to_wire()}
+    told = {entry["namespace"]: {**NAMESPACE.to_wire(), "served": ""}}
     assert visitors.namespaces() == told, "its blocks may still be there"
 
 
@@ -350,3 +350,17 @@ def test_the_name_of_a_second_instance_is_never_too_long():
         name = replicas.register(number, "x" * 256, 0, NAMESPACE, instance=f"{number}" * 64)
         assert len(name) <= 256
     assert len(replicas.connected()) == 3
+
+
+def test_what_clients_call_the_model_is_kept_with_its_namespace(replicas):
+    replicas.register(1, "r", 0, read_reader(NAMESPACE, served="Qwen3-8B"))
+    (fields,) = replicas.namespaces().values()
+    assert fields == {**NAMESPACE.to_wire(), "served": "Qwen3-8B"}
+
+
+def test_a_block_takes_a_slot_for_each_of_its_parts(replicas):
+    wanted = [[0, None], [1, None, 100]]
+    replicas.register(1, "r", 0, read_reader(NAMESPACE, wanted=wanted))
+    of_one = replicas.reader("r", 0).part_bytes
+    assert replicas.block_bytes("r", lambda size: size) == of_one + 100
+    assert replicas.block_bytes("r", lambda size: 4096) == 2 * 4096
