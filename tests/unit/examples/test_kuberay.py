@@ -356,7 +356,7 @@ def test_a_given_limit_that_is_large_enough_stays():
     assert memory(worker({"worker": {"memory": "96Gi"}})) == 96 * 2**30
 
 
-@pytest.mark.parametrize(("flush_s", "grace"), [(0, 60), (90.5, 151)])
+@pytest.mark.parametrize(("flush_s", "grace"), [(0, 60), (90.5, 151), ("90s", 150), ("5m", 360)])
 def test_a_pod_ends_after_the_flush(flush_s, grace):
     pod = worker({"kvray": {"nvme": {"flush_s": flush_s}}})
     assert pod["terminationGracePeriodSeconds"] == grace

@@ -5,6 +5,12 @@
 {{- mulf (. | toString | regexFind "[0-9.]+" | float64) (get $bytes $unit) | int64 -}}
 {{- end }}
 
+{{/* The seconds of 90, 0.5, 250ms, 30s, 10m or 1h. */}}
+{{- define "kvray.seconds" -}}
+{{- $seconds := dict "ms" 0.001 "s" 1 "m" 60 "h" 3600 "d" 86400 "" 1 -}}
+{{- mulf (. | toString | regexFind "[0-9.]+" | float64) (. | toString | regexFind "ms|s|m|h|d" | get $seconds) -}}
+{{- end }}
+
 {{/* Bytes, rounded up to whole GiB. */}}
 {{- define "kvray.gi" -}}
 {{- divf . 1073741824 | ceil | int64 -}}Gi
@@ -34,7 +40,7 @@
 
 {{/* Seconds for the shard to write to disk, and for Ray to end. */}}
 {{- define "kvray.endS" -}}
-{{- addf (dig "nvme" "flush_s" 60 .Values.kvray) 60 | ceil | int64 -}}
+{{- addf (include "kvray.seconds" (dig "nvme" "flush_s" 60 .Values.kvray) | float64) 60 | ceil | int64 -}}
 {{- end }}
 
 {{/* kvray.yaml: the user's, and what follows from the volumes and the worker group. */}}
