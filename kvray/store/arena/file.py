@@ -169,8 +169,7 @@ def create_file(directory: Path, spec: ArenaSpec, progress: Progress) -> None:
 def map_file(path: Path) -> Tables:
     """Map an arena if this code understands its header.
 
-    Raises:
-        ShardUnavailable: there is none, or it is of another format, or not whole.
+    ShardUnavailable: there is none, or it is of another format, or not whole.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -202,8 +201,7 @@ def map_file(path: Path) -> Tables:
 def give_rows_memory(path: Path, tables: Tables, rows: range) -> None:
     """Give the slot rows `rows` of the arena at `path` their memory.
 
-    Raises:
-        CapacityError: mount or memory have no more.
+    CapacityError: mount or memory have no more.
     """
     pieces = rows_of(tables, rows)
     try:

@@ -47,8 +47,7 @@ class MappedArena:
     def __init__(self, directory: Path, *, lock_wait_s: float) -> None:
         """Map the arena in `directory`.
 
-        Raises:
-            ShardUnavailable: there is none, or it is of another format or retired.
+        ShardUnavailable: there is none, or it is of another format or retired.
         """
         self.directory = directory
         self.lock_wait_s = lock_wait_s

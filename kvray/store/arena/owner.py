@@ -413,10 +413,7 @@ def retire_file(path: Path) -> None:
 
     An arena of any format, even with a torn header behind the magic, is marked RETIRED, and those
     who map it look for its successor. Their mappings stay: the file is never truncated. Any other
-    file is only unlinked.
-
-    Raises:
-        OSError: it cannot be unlinked; it is a directory, for example.
+    file is only unlinked. OSError: it cannot be unlinked; it is a directory, for example.
     """
     with contextlib.suppress(OSError, ValueError):
         # Follows no link, and does not wait at a FIFO.

@@ -281,10 +281,8 @@ def slot_bytes(tables: Tables, slot: int) -> Array:
 def offsets(tables: Tables, slots: Array, block_bytes: int) -> Array:
     """Return where in `tables.data` each slot's block of `block_bytes` starts, i64 [num_slots].
 
-    A slot never reaches from one slab into the next.
-
-    Raises:
-        LayoutMismatch: the blocks of a slot are of another size.
+    A slot never reaches from one slab into the next. LayoutMismatch: the blocks of a slot are of
+    another size.
     """
     geometry = tables.geometry
     slab, row = geometry.place_of(slots)

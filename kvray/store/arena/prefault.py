@@ -71,10 +71,8 @@ def populate(
 
     Contents stay. `threads` defaults to one a core, with a bound. `progress` is called in this
     thread as chunks are done; what it raises ends the work. Returns False on a kernel before 5.14,
-    which cannot: it maps pages one by one at first use.
-
-    Raises:
-        OSError: some page cannot be had; ENOSPC: its mount is full.
+    which cannot: it maps pages one by one at first use. OSError: some page cannot be had; ENOSPC:
+    its mount is full.
     """
     chunks, done = _cut(pieces, CHUNK_BYTES), 0
     total = sum(chunk.nbytes for chunk in chunks)

@@ -38,9 +38,7 @@ class IoThreads:
         """Do all `tasks`, in any order; return when all of them have ended.
 
         At most `num_threads` tasks of a caller run at once. After the first failure none begins.
-
-        Raises:
-            Exception: the error of the first task that failed.
+        Exception: the error of the first task that failed.
         """
         turns = iter(tasks)
         helpers = []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import eviction, key_index, lease, quotas, slots
-from kvray.store.arena.eviction import choose_victims, keep_evictable
+from kvray.store.arena.eviction import keep_evictable
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array, Tables
 from tests.examples import examples
@@ -26,7 +26,6 @@ from tests.unit.store.small_arena import (
     make_tables,
     matched,
     put,
-    reserve,
     served,
     store,
     take,
@@ -49,20 +48,6 @@ def test_one_long_chain_in_pieces_gives_all_that_is_asked():
     assert (len(made.slots), made.dropped) == (400, 0)
     assert matched(tables, keys) == 112
     check_invariants(tables)
-
-
-def test_block_that_is_being_written_keeps_its_ancestors(tables):
-    keys = chain(4)
-    put(tables, keys[:3])
-    reserve(tables, keys[3:], parent=keys[2], depth=3)
-    assert victims(tables, 99) == []
-
-
-def test_only_slots_within_are_chosen(tables):
-    put(tables, chain(3))
-    other = put(tables, chain(3, seed="other"))
-    chosen = choose_victims(tables, 99, within=other.slots, protect=NOBODY)
-    assert set(chosen.tolist()) == set(other.slots.tolist())
 
 
 def test_save_extends_its_own_chain_in_a_full_arena_without_losing_it(tables):
