@@ -223,8 +223,8 @@ def compare(
         bounds[blocks] = belady(trace, size)
     for blocks, policy, admission in runs:
         progress(f"{policy}, {blocks:,} blocks", len(bounds) + len(outcomes), total)
-        options = {"policy": policy, "admission": admission, "nvme_blocks": plan.nvme_blocks}
-        found = simulate(trace, host_blocks=blocks, **options)
+        options: dict[str, Any] = {"policy": policy, "admission": admission}
+        found = simulate(trace, host_blocks=blocks, nvme_blocks=plan.nvme_blocks, **options)
         lru = baselines.setdefault(blocks, found)
         room, written = bounds[blocks].hit_blocks - lru.hit_blocks, lru.nvme_written_blocks
         gain = (found.hit_blocks - lru.hit_blocks) / room if room else None

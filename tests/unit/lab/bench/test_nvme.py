@@ -17,6 +17,7 @@ from tests.forks import assert_refused, running_kvray
 from tests.waiting import HANG_S, wait_for
 
 _SHM = Path("/dev/shm")
+QUICK = ("bench", "nvme", "--quick", "--repeat", "1", "--dir")
 
 
 @pytest.fixture
@@ -51,8 +52,7 @@ def fio(tmp_path: Path) -> str:
 
 def test_quick_run_gives_every_figure_and_leaves_nothing(run_kvray, disk, tmp_path, fio):
     before = leftovers(_SHM, disk, tmp_path)
-    quick = ("bench", "nvme", "--quick", "--repeat", "1", "--dir", disk, "--json")
-    done = run_kvray(*quick, PATH=fio)
+    done = run_kvray(*QUICK, disk, "--json", PATH=fio)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     for end in ("", "_128kib"):
@@ -69,8 +69,7 @@ def test_quick_run_gives_every_figure_and_leaves_nothing(run_kvray, disk, tmp_pa
 
 @pytest.mark.parametrize("options", [["--json"], ["--block", "256KiB"]])
 def test_without_fio_kvray_is_measured_alone(run_kvray, disk, tmp_path, options):
-    quick = ("bench", "nvme", "--quick", "--repeat", "1", "--dir", disk)
-    done = run_kvray(*quick, *options, PATH=str(tmp_path))
+    done = run_kvray(*QUICK, disk, *options, PATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     if options == ["--json"]:
         found = json.loads(done.stdout)
@@ -84,14 +83,13 @@ def test_without_fio_kvray_is_measured_alone(run_kvray, disk, tmp_path, options)
 
 def test_fio_that_fails_is_quoted(run_kvray, disk, fio):
     Path(fio.partition(":")[0], "fio").write_text("#!/bin/sh\necho no libaio here >&2; exit 1\n")
-    done = run_kvray("bench", "nvme", "--quick", "--repeat", "1", "--dir", disk, PATH=fio)
+    done = run_kvray(*QUICK, disk, PATH=fio)
     assert done.returncode != 0
     assert "fio failed: no libaio here" in done.stderr
 
 
 def test_directory_in_memory_is_refused(run_kvray):
-    done = run_kvray("bench", "nvme", "--quick", "--dir", _SHM)
-    assert_refused(done, "kept in memory (tmpfs)", "--dir")
+    assert_refused(run_kvray(*QUICK, _SHM), "kept in memory (tmpfs)", "--dir")
 
 
 def test_directory_that_is_not_there_is_refused(run_kvray, tmp_path):
@@ -100,8 +98,7 @@ def test_directory_that_is_not_there_is_refused(run_kvray, tmp_path):
 
 @pytest.mark.parametrize("size", ["5000", "3MiB", "32MiB"])
 def test_block_size_that_does_not_fit_is_refused(run_kvray, disk, size):
-    done = run_kvray("bench", "nvme", "--quick", "--dir", disk, "--block", size)
-    assert_refused(done, "cannot be measured")
+    assert_refused(run_kvray(*QUICK, disk, "--block", size), "cannot be measured")
 
 
 def test_interrupt_leaves_nothing(disk, tmp_path):

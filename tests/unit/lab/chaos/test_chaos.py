@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -49,10 +49,10 @@ ENDS_S = 100.0
 class World:
     """A clock, requests in flight, and faults that strike unless told otherwise."""
 
-    def __init__(self, *schedule: Fault) -> None:
+    def __init__(self, *schedule: Fault, out_of_reach: Iterable[int] = ()) -> None:
         self.now = 1000.0
         self.in_flight = IN_FLIGHT_MIN
-        self.out_of_reach: set[int] = set()
+        self.out_of_reach = set(out_of_reach)
         self.error: type[NotNow] = NotNow
         self.told: list[tuple[str, int, float]] = []
         ways = (self.strike, self.end, lambda: self.in_flight)
@@ -87,15 +87,13 @@ def test_a_fault_strikes_at_its_time_and_is_taken_back_at_its_end():
 
 
 def test_a_fault_that_waits_holds_up_no_other():
-    world = World(fault(0, 1.0, lasts_s=2.0), fault(1, 2.0))
-    world.out_of_reach.add(0)
+    world = World(fault(0, 1.0, lasts_s=2.0), fault(1, 2.0), out_of_reach=[0])
     world.go_on_until(5.0)
     assert [one[:2] for one in world.told] == [("strike", 1), ("end", 1)]
 
 
 def test_a_fault_that_waited_lasts_as_long_as_it_was_to():
-    world = World(fault(0, 1.0, lasts_s=2.0))
-    world.out_of_reach.add(0)
+    world = World(fault(0, 1.0, lasts_s=2.0), out_of_reach=[0])
     world.go_on_until(5.0)
     world.out_of_reach.clear()
     world.go_on_until(10.0)
@@ -114,16 +112,14 @@ def test_a_fault_waits_for_requests_in_flight():
 
 
 def test_a_fault_that_waited_too_long_is_given_up_and_what_it_began_is_taken_back():
-    world = World(fault(0, 1.0, lasts_s=2.0))
-    world.out_of_reach.add(0)
+    world = World(fault(0, 1.0, lasts_s=2.0), out_of_reach=[0])
     world.go_on_until(NotNow.patience_s + 5.0)
     assert world.told == [("end", 0, NotNow.patience_s + 1.0)]
     assert world.skipped() == ["It is not running."]
 
 
 def test_a_fault_that_has_begun_is_waited_for_longer():
-    world = World(fault(0, 1.0, lasts_s=2.0))
-    world.out_of_reach.add(0)
+    world = World(fault(0, 1.0, lasts_s=2.0), out_of_reach=[0])
     world.error = NotYet
     world.go_on_until(NotNow.patience_s + 5.0)
     assert not world.told
@@ -133,8 +129,7 @@ def test_a_fault_that_has_begun_is_waited_for_longer():
 
 
 def test_nothing_strikes_or_lasts_when_the_campaign_is_over():
-    world = World(fault(0, ENDS_S - 2.0, lasts_s=9.0), fault(1, ENDS_S - 1.0))
-    world.out_of_reach.add(1)
+    world = World(fault(0, ENDS_S - 2.0, lasts_s=9.0), fault(1, ENDS_S - 1.0), out_of_reach=[1])
     world.go_on_until(ENDS_S + 5.0)
     assert world.told == [("strike", 0, ENDS_S - 2.0), ("end", 0, ENDS_S), ("end", 1, ENDS_S)]
     assert world.skipped() == [None, "It is not running."]
