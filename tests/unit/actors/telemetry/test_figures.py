@@ -209,27 +209,30 @@ def counted(figures: Figures) -> list[tuple[str, ...]]:
     return [labels for one in figures.totals for name, labels in one.totals if name == REQUESTS]
 
 
-def test_hits_are_told_apart_by_tier_and_transport_and_sum_to_all():
-    sources = {"host": 60, "nvme": 10, "nixl": 20, "object_ref": 10}
-    by_source = {f"hit_tokens_from_{source}": count for source, count in sources.items()}
-    totals = totals_of({"requests": 4, "hit_tokens": 100, **by_source})
-    hits = {labels: n for (name, labels), n in totals.items() if name == "hit_tokens_total"}
-    near = {("host", "none"): 60, ("nvme", "none"): 10}
-    assert hits == near | {("remote", "nixl"): 20, ("remote", "object_ref"): 10}
+COUNTED = {
+    "hits are told apart by tier and transport": (
+        {"hit_tokens": 100}
+        | {f"hit_tokens_from_{one}": n for one, n in (("host", 60), ("nvme", 10), ("nixl", 30))},
+        "hit_tokens_total",
+        {("host", "none"): 60, ("nvme", "none"): 10, ("remote", "nixl"): 30},
+    ),
+    "reasons that nobody knows are one label": (
+        {"miss_tokens_evicted": 1, "miss_tokens_a": 2, "miss_tokens_prompt text": 3},
+        "miss_tokens_total",
+        {("evicted",): 1, ("other",): 5},
+    ),
+    "unsaved blocks have the reasons that engines name": (
+        {f"dropped_blocks_{reason}": 2 for reason in REASONS} | {"dropped_blocks_x": 3},
+        "unsaved_blocks_total",
+        {(reason,): 2 for reason in REASONS} | {("other",): 3},
+    ),
+}
 
 
-def test_reasons_that_nobody_knows_are_one_label():
-    totals = totals_of({"miss_tokens_evicted": 1, "miss_tokens_a": 2, "miss_tokens_prompt text": 3})
-    misses = {labels: value for (name, labels), value in totals.items()}
-    assert misses == {("evicted",): 1, ("other",): 5}
-
-
-def test_unsaved_blocks_have_the_reasons_that_engines_name():
-    counters = {f"dropped_blocks_{reason}": 2 for reason in REASONS}
-    totals = totals_of({"dropped_blocks": 2 * len(REASONS) + 3, **counters, "dropped_blocks_x": 3})
-    assert totals.pop(("engine_blocks_total", ("dropped",))) == 2 * len(REASONS) + 3
-    unsaved = {labels[0]: value for (_, labels), value in totals.items()}
-    assert unsaved == {**dict.fromkeys(REASONS, 2), "other": 3}
+@pytest.mark.parametrize(("counters", "metric", "expected"), COUNTED.values(), ids=COUNTED)
+def test_counters_of_a_rank_become_totals(counters, metric, expected):
+    totals = totals_of(counters)
+    assert {labels: n for (name, labels), n in totals.items() if name == metric} == expected
 
 
 def test_buckets_of_the_connector_become_cumulative_and_keep_their_sum():
