@@ -19,7 +19,7 @@ import hmac
 import os
 import re
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -82,7 +82,7 @@ _NAME = re.compile(TENANT_NAME)
 class TenantSalt:
     """The salt and number of a tenant's request."""
 
-    salt: str
+    salt: str = field(repr=False)
     """Takes the place of the request's own salt."""
     tenant_id: int
     """An arena's number of the tenant, for its quota; see `tenant_id`."""

@@ -46,6 +46,9 @@ class LocalRay(NamedTuple):
     """Creation time of process `pid`, so that a later process of that pid is never ended."""
     dashboard_url: str | None
 
+    def __repr__(self) -> str:
+        return f"LocalRay({self.address}, process {self.pid})"  # its token is no one's to read
+
     def environ(self) -> dict[str, str]:
         """Return the variables with which a process reaches this cluster."""
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "RAY_ADDRESS": self.address}

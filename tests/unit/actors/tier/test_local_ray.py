@@ -58,6 +58,7 @@ def test_a_cluster_is_found_until_it_is_stopped_and_there_is_one(name, script):
     script(STARTS)
     started = local_ray.start(name)
     assert started.address == "10.0.0.5:6379"
+    assert started.token not in repr(started)
     assert local_ray.find(name) == started
     with pytest.raises(ConfigError, match="is running already"):
         local_ray.start(name)
