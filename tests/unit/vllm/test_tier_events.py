@@ -25,6 +25,7 @@ from tests.unit.vllm.test_scheduling import (
     shard,
     taken,
 )
+from tests.waiting import wait_for
 
 __all__ = ["environment", "running_shard", "scheduling", "shard"]
 
@@ -103,7 +104,19 @@ def names(count: int, first: int = 0) -> list[str]:
 def told(half: Any, stored: Apart) -> list[Any]:
     """Have the prompt noted of which no lease is left, and return what is told."""
     half._events.note(hashed("a", PROMPT), _keys(stored), 0)
-    return half.take_events()
+    return heard(half)
+
+
+def heard(half: Any) -> list[Any]:
+    """Return the next events; what an engine has saved is readable a little later."""
+    found: list[Any] = []
+
+    def is_told() -> bool:
+        found.extend(half.take_events())
+        return bool(found)
+
+    wait_for(is_told, "an event")
+    return found
 
 
 def loaded(half: Any) -> None:
@@ -117,7 +130,7 @@ def test_a_block_that_is_loaded_is_told_once(half):
     assert half.take_events() == []
     loaded(half)
     whole = len(PROMPT) // BLOCK  # the last one is computed, but another engine has stored it
-    (event,) = half.take_events()
+    (event,) = heard(half)
     assert (event.block_hashes, event.parent_block_hash) == (names(whole), None)
     assert (event.token_ids, event.block_size) == (PROMPT[: whole * BLOCK], BLOCK)
     assert (event.medium, event.lora_id, event.lora_name) == ("CPU", None, None)
@@ -135,7 +148,7 @@ def test_a_block_is_told_once_it_is_readable_and_not_when_it_is_planned(half, st
     assert half.plan(new("b", 0, num_scheduled=len(tokens))).meta.saves
     assert half.take_events() == []
     stored.serve(tokens)
-    (event,) = half.take_events()
+    (event,) = heard(half)
     assert event.block_hashes == names(len(tokens) // BLOCK)
 
 
@@ -202,7 +215,7 @@ def test_an_adapter_and_a_salt_are_told_as_vllm_tells_them(half, stored):
     keys = _keys(stored)
     request = hashed("d", PROMPT, lora_request=lora, cache_salt="s")
     half._events.note(request, keys, 0)
-    (event,) = half.take_events()
+    (event,) = heard(half)
     assert (event.lora_id, event.lora_name) == (3, "poet")
     assert event.extra_keys == [(("salt", "s"),)] + [None] * (len(keys) - 1)
 
