@@ -453,13 +453,9 @@ def read_reader(namespace: Namespace, **fields: Any) -> Reader:
     return Reader(
         namespace=namespace,
         part_requests=tuple(PartRequest(*one) for one in reads.wanted),
-        num_ranks=reads.num_ranks,
-        engine_ranks=reads.engine_ranks,
         arena_id=arena_id,
         member=Membership(*member) if member else None,
-        adapters=reads.adapters,
-        tenants=reads.tenants,
-        served=reads.served,
+        **reads.model_dump(exclude={"wanted", "holder"}),
     )
 
 

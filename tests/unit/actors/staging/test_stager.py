@@ -347,6 +347,7 @@ async def test_the_partition_that_has_the_prompts_chain_is_asked(nodes, stager):
 
 async def test_closing_ends_what_is_under_way(slow, stager):
     waiting = stage(stager)
+    await slow.was_ordered.wait()
     await stage(stager, wait_s=0.05)
     assert stager.status()["under_way"] == 1
     await asyncio.wait_for(stager.close(), 2)
