@@ -217,7 +217,6 @@ class _Agent:
             peer.turn.release()
 
     def _write(self, local: Any, remote: Any, name: str, deadline: float) -> None:
-        """Write between the ranges of two lists, and wait for the end."""
         nixl, agent = self._nixl, self._agent
         handle = agent.createXferReq(nixl.NIXL_WRITE, local, remote, name)
         try:

@@ -116,7 +116,9 @@ class MoverCalls:
         while True:
             is_old = bool(self._idle)
             try:
-                connection = self._idle.pop() if is_old else await self._connect()
+                connection = (
+                    self._idle.pop() if is_old else await asyncio.open_unix_connection(self._path)
+                )
             except OSError:
                 return None
             reader, writer = connection
@@ -133,9 +135,6 @@ class MoverCalls:
             else:
                 self._idle.append(connection)
                 return answer
-
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_unix_connection(self._path)
 
 
 def _frame(value: Any) -> bytes:

@@ -120,7 +120,6 @@ class Surveys:
         *,
         until: float,
     ) -> Survey:
-        """Return where a prompt's blocks are, as lookup and shards say."""
         if profile.namespace and lora is None:
             keys = chain_keys(packed, tokens_per_block=profile.tokens_per_block, seed=seed)
         else:

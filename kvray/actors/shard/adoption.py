@@ -126,5 +126,4 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _end(side_file: SideFile, pid: int) -> bool:
-    """Kill a process if it is stopped and has the lock, still."""
     return lockers.end(pid, lambda: ARENA_BYTE in side_file.lockers(pid) and _is_stopped(pid))

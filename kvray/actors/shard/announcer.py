@@ -455,7 +455,6 @@ class Announcer:
             log.note(entries if mask is None else entries.chosen(mask), is_added, now)
 
     def _held(self, partition: int) -> Iterator[Entries]:
-        """Yield the blocks that a partition is told of."""
         for delta in self._deltas:
             held = delta.held()
             mask = next(islice(shares(held.heads, len(self._logs)), partition, None))

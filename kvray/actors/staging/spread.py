@@ -124,7 +124,6 @@ class Spread:
     async def _stage_at(
         self, shard: str, ranks: Sequence[int], request: StageRequest, work_s: float
     ) -> Staged:
-        """Have another shard stage for its ranks."""
         asks = request.replica, ranks, work_s, request.tokens_per_s, request.verify_from
         keys = in_pieces(b"".join(request.keys))
         try:

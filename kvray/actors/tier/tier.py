@@ -350,5 +350,4 @@ def _sweep_nodes(config: KVRayConfig, stopped: set[str], timeout_s: float) -> No
 
 
 def _sweep_node(config: KVRayConfig) -> None:
-    """Remove the files of a shard on the node where this runs."""
     sweep(config_on_node(config, labels=calls.node_labels()).node_dir, _SWEEP_WAIT_S)

@@ -248,7 +248,6 @@ class EventPublisher:
             path.chmod(0o600)
 
     def _publish(self, blocks: DescribedBlocks, selector: selectors.EpollSelector) -> None:
-        """Publish until the end."""
         owner = self._owner
         self._deltas = [(HOST, TierDelta(lambda: owner.arena.tables, owner.section))]
         self._store = None
@@ -408,7 +407,6 @@ class _Content:
 
 
 def _terms(replicas: Replicas) -> dict[int, NamespaceTerms]:
-    """Return the terms of the namespaces that replicas have here now."""
     sizes: dict[int, int] = {}
     parts: dict[int, set[int]] = {}
     for replica, rank in replicas.connected():
