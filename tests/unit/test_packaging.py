@@ -148,13 +148,16 @@ def shm() -> Iterator[Path]:
 def test_wheel_and_sdist_serve_a_tier_without_torch_in_a_bare_environment(
     published, version, tmp_path, shm
 ):
-    """With the requirements that pip finds today, for each Python that this machine has."""
+    """With the requirements that pip finds today, for each Python that this machine has.
+
+    Ray's files are beside the arena: their paths must be short.
+    """
     python = sys.executable if sys.version.startswith(f"{version}.") else f"python{version}"
     make = [shutil.which(python) or "false", "-m", "venv", tmp_path / "bare"]
     if subprocess.run(make, check=False).returncode:
         pytest.skip(f"there is no {python} with venv")
     sizes = {"KVRAY_ARENA__CAPACITY": "16MiB", "KVRAY_ARENA__DIR": str(shm)}
-    environ = {**os.environ, **sizes, "KVRAY_CLUSTER_NAME": "bare", "TMPDIR": str(tmp_path)}
+    environ = {**os.environ, **sizes, "KVRAY_CLUSTER_NAME": "bare", "TMPDIR": str(shm)}
     environ.pop("PYTHONPATH", None)
 
     def say(*command: str) -> str:
