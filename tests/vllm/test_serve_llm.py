@@ -1,10 +1,8 @@
 """The example for `ray.serve.llm` as a user has it: two replicas of vLLM share their blocks."""
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
@@ -23,6 +21,7 @@ pytest.importorskip("pyarrow", reason="ray.serve.llm is not installed")
 
 pytestmark = [pytest.mark.ray]
 
+_SHM = Path("/dev/shm")
 PROMPT = "The keeper counts the lamps of the third room, one after the other. " * 40
 
 
@@ -43,20 +42,11 @@ def write(path: Path, *, kvray_config: str) -> int:
 
 @pytest.fixture(scope="module")
 def served(local: LocalRay) -> Iterator[Served]:
+    before = {*_SHM.glob("psm_*")}
     with open_served(local, "serve-llm", write=write) as made:
         yield made
-        left = shared_memory_of(local)
-    for path in left:  # Ray kills what vLLM has started
-        path.unlink(missing_ok=True)
-
-
-def shared_memory_of(local: LocalRay) -> set[Path]:
-    """Return the files of vLLM's queues that processes of this Ray have open."""
-    found = set()
-    for process in psutil.Process(local.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error, OSError):
-            found |= {Path(one.path) for one in process.memory_maps()}
-    return {path for path in found if path.match("/dev/shm/psm_*") or path.match("/dev/shm/sem.*")}
+    # Ray kills what vLLM has started; Python's resource trackers remove its queues soon after.
+    wait_for(lambda: before.issuperset(_SHM.glob("psm_*")), "the end of vLLM's queues")
 
 
 def test_the_second_replica_has_from_the_tier_what_the_first_computed(served):
