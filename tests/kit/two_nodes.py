@@ -67,7 +67,8 @@ class TwoNodes:
     def drop_handovers(self) -> None:
         """Have the shards give up what they keep for whoever asked."""
         for shard in self.shards.values():
-            shard._loop.call(shard._require_serving().stager._stager.handovers.close, 10)
+            expire = shard._require_serving().stager._stager.handovers.expire
+            shard._loop.call(functools.partial(expire, float("inf")), 10)
 
     def clear(self) -> None:
         self.drop_handovers()

@@ -111,7 +111,9 @@ class StoppedHolder:
                 " have misses; continue it with `kill -CONT %d`, or it is ended in %.0f s",
                 *(self._shard, stopped, self.found["name"], stopped, self._limit_s),
             )
-        elif now - self.found["since"] > self._limit_s and _end(side_file, stopped):
+        elif now - self.found["since"] > self._limit_s and lockers.end(
+            stopped, lambda: ARENA_BYTE in side_file.lockers(stopped) and _is_stopped(stopped)
+        ):
             _log.warning("%s: ended process %d, which stayed stopped", self._shard, stopped)
 
 
@@ -123,7 +125,3 @@ def _stopped(side_file: SideFile) -> int | None:
 
 def _is_stopped(pid: int) -> bool:
     return lockers.state_of(pid) in ("T", "t")
-
-
-def _end(side_file: SideFile, pid: int) -> bool:
-    return lockers.end(pid, lambda: ARENA_BYTE in side_file.lockers(pid) and _is_stopped(pid))

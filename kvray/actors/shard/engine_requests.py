@@ -89,13 +89,14 @@ class EngineRequests:
                 " shard differ",
                 *(num_bad, replica),
             )
+        events = self._parts.serving().events
         return {
             "known": True,
             "weights": order,
             "sample": sample,
             "peers": self._can_stage(replica, rank),
             "stored": self._stored(),
-            "describe": self._generation(),
+            "describe": None if events is None else events.generation or None,
         }
 
     def _describe(
@@ -111,11 +112,6 @@ class EngineRequests:
     def _stored(self) -> list[int]:
         """Return the numbers of namespaces that engines have blocks of, on whichever node."""
         return sorted(self._parts.announcer.namespaces | self._parts.replicas.numbers())
-
-    def _generation(self) -> int | None:
-        """Return the number of what engines were asked to tell; None: they need not."""
-        events = self._parts.serving().events
-        return None if events is None else events.generation or None
 
     def _can_stage(self, replica: str, rank: int) -> bool:
         """Return whether it is worth a rank's while to ask for more than the arena has."""

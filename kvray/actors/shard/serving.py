@@ -56,13 +56,14 @@ class ShardParts:
 
     def first_reader(self, replica: str) -> tuple[int, Reader]:
         """Return the lowest rank of `replica` that is connected, and how it reads."""
-        first = self.replicas.first_reader(replica)
-        if first is None:
+        ranks = [rank for name, rank in self.replicas.connected() if name == replica]
+        readers = self.replicas.readers(replica, ranks)
+        if not readers:
             raise ConfigError(
                 f"No rank of {replica!r:.80} has registered with {self.name}; ask at a node where"
                 " it runs."
             )
-        return first
+        return min(readers.items())
 
 
 class Serving:

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -372,11 +371,6 @@ class Replicas:
         """Return how the connected ones of `ranks` read."""
         found = ((rank, self.reader(replica, rank)) for rank in ranks)
         return {rank: reader for rank, reader in found if reader is not None}
-
-    def first_reader(self, replica: str) -> tuple[int, Reader] | None:
-        """Return the lowest connected rank of `replica`; None if there is none."""
-        ranks = [rank for name, rank in self.connected() if name == replica]
-        return min(self.readers(replica, ranks).items(), key=itemgetter(0), default=None)
 
     def block_bytes(self, replica: str, slot_bytes: Callable[[int], int]) -> int:
         """Return what a block of a replica takes of this node's memory, part by part."""

@@ -101,13 +101,11 @@ class Handovers:
             pass
 
     def expire(self, now: float) -> None:
-        """Release the leases whose time is over; if the arena is busy, the next time."""
-        while self._held and self._held[0][0] <= now and self._release_oldest():
-            pass
+        """Release the leases whose time is over; if the arena is busy, the next time.
 
-    def close(self) -> None:
-        """Release all leases; if the arena is too busy, they end with this process."""
-        while self._held and self._release_oldest():
+        At the end all of them, as far as it is not busy; the others end with this process.
+        """
+        while self._held and self._held[0][0] <= now and self._release_oldest():
             pass
 
     def _release_oldest(self) -> bool:
@@ -249,7 +247,7 @@ class Stager:
             for task in tasks:
                 task.cancel()
             await asyncio.sleep(_BUSY_S)
-        self.handovers.close()
+        self.handovers.expire(float("inf"))
 
     def status(self) -> dict[str, Any]:
         """Return figures for people; from any thread."""

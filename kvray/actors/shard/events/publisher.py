@@ -16,7 +16,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from kvray.events.zmtp import endpoint
 from kvray.identity.block import namespace_id
 from kvray.store import ArenaOwner
 from kvray.store.arena.mapped import is_damage
-from kvray.store.arena.tables import Tables
 from kvray.store.nvme import NvmeStore
 
 _log = logging.getLogger("kvray.shard")
@@ -377,7 +375,7 @@ class EventPublisher:
             blocks.change(DISK, held.keys, held.parts, has=False)
         del self._deltas[1:]
         if store is not None:
-            self._deltas.append((DISK, TierDelta(partial(_tables, store), store.section)))
+            self._deltas.append((DISK, TierDelta(lambda: store.tables, store.section)))
         self._store = store
 
     def _tell(self, blocks: DescribedBlocks) -> bool:
@@ -417,10 +415,6 @@ def _terms(replicas: Replicas) -> dict[int, NamespaceTerms]:
             whole = {one.part for one in reader.part_requests if one.window is None}
             parts.setdefault(number, set()).update(whole)
     return {number: NamespaceTerms(sizes[number], frozenset(parts[number])) for number in sizes}
-
-
-def _tables(store: NvmeStore) -> Tables:
-    return store.tables
 
 
 def _addresses(host: str, port: int) -> tuple[str, str]:

@@ -145,11 +145,9 @@ def test_what_a_rank_says_of_its_reading_is_kept_while_it_is_here(replicas):
         adapters="rank 8",
     )
     assert replicas.readers("two", [0, 1]) == {1: reader}
-    assert replicas.first_reader("two") == (1, reader)
     assert replicas.connected() == [("one", 0), ("two", 1)]
     replicas.disconnect(2)
     assert replicas.reader("two", 1) is None
-    assert replicas.first_reader("two") is None
     assert replicas.connected() == [("one", 0)]
 
 
