@@ -64,7 +64,9 @@ def find_arenas(parent: Path) -> list[Finding]:
         directories = None
     if directories is None:
         raise ConfigError(f"{parent} is no directory that can be listed; give that of arena.dir.")
-    return [look_at(one) for one in directories if is_own(one) and _is_a_shards(one)]
+    # A shard's has files of ours, or is empty.
+    ours = [one for one in directories if is_own(one) and (_our_files(one) or not _names(one))]
+    return [look_at(one) for one in ours]
 
 
 @contextmanager
@@ -121,11 +123,6 @@ def remove_unused(directory: Path) -> bool:
         if is_owner and not look_at(directory).holders:
             remove_files(directory)
     return not directory.exists()
-
-
-def _is_a_shards(directory: Path) -> bool:
-    """Return whether it has files of ours, or is empty."""
-    return bool(_our_files(directory)) or not _names(directory)
 
 
 def _our_files(directory: Path) -> list[Path]:

@@ -116,7 +116,8 @@ class Silences:
             if name in self._silent or name in self._well:
                 seconds += passed_s
             self._silent[name] = seconds, missed + 1
-            limit_s = self._frozen_s if name in self._well else self._start_limit_s(name)
+            doublings = min(self._ended_starts.get(name, 0), _DOUBLINGS_MAX)
+            limit_s = self._frozen_s if name in self._well else self._start_s * 2.0**doublings
             if seconds >= limit_s and missed + 1 >= self._misses:
                 frozen.append(name)
         for name in set(frozen) - self._well:
@@ -127,9 +128,6 @@ class Silences:
             del self._ended_starts[name]
         self._silent |= dict.fromkeys((*starting, *frozen), (0.0, 0))
         return sorted(frozen)
-
-    def _start_limit_s(self, name: str) -> float:
-        return self._start_s * 2.0 ** min(self._ended_starts.get(name, 0), _DOUBLINGS_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,7 +137,8 @@ class RayNode:
                     return address
             if not self.is_running:
                 status = self.process.poll() if self.process is not None else None
-                if not (status or 0) > 0 or starts == _STARTS_MAX or not self._gave_up():
+                has_given_up = (status or 0) > 0 and _OVERWHELMED.search(self.said())
+                if not has_given_up or starts == _STARTS_MAX:
                     raise self._failure(f"but ended with status {status}")
                 clear()
                 self.begin()
@@ -157,9 +158,6 @@ class RayNode:
                 main = psutil.Process(self.process.pid)
                 return [main, *main.children(recursive=True)]
         return []
-
-    def _gave_up(self) -> bool:
-        return _OVERWHELMED.search(self.said()) is not None
 
     def _failure(self, how: str) -> ConfigError:
         said = " ".join(self.said().split()[-100:])
