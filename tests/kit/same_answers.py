@@ -1,6 +1,7 @@
 """What is asked through kvray.serve and of an engine's server itself: the answers must be equal."""
 
 import json
+import math
 import re
 import urllib.error
 import urllib.request
@@ -152,6 +153,17 @@ _DIFFERENT = re.compile(
     rb'|"(?:prompt_tokens_details|kv_transfer_params|input_tokens_details)": ?(?:null|{.*?}+)'
 )
 """Ids and times; and how much of a prompt was known, which the second that asks finds otherwise."""
+_CHOICE = re.compile(rb'"choices": ?\[\{"index": ?(\d+)')
+
+
+def _by_choice(said: bytes) -> bytes:
+    """Return a stream with the chunks of each choice in a row: how choices mix is the engine's."""
+
+    def choice(chunk: bytes) -> float:
+        found = _CHOICE.search(chunk)
+        return int(found[1]) if found else math.inf
+
+    return b"\n\n".join(sorted(said.split(b"\n\n"), key=choice))
 
 
 def told_by(url: str, case: Case) -> tuple[int, dict[str, str], bytes]:
@@ -169,4 +181,5 @@ def told_by(url: str, case: Case) -> tuple[int, dict[str, str], bytes]:
         said, status = answer.read(), int(answer.status)
         own = {name.lower(): value for name, value in answer.headers.items()}
     kept = {name: one for name, one in own.items() if name not in _OURS and "kvray" not in name}
-    return status, kept, _DIFFERENT.sub(b"", said)
+    said = _DIFFERENT.sub(b"", said)
+    return status, kept, _by_choice(said) if said.startswith(b"data: ") else said

@@ -35,7 +35,7 @@ CPU = GpuDevice("cpu")
 @pytest.fixture
 def directory() -> Iterator[Path]:
     """A directory with a short path, as a shard's socket needs it."""
-    with tempfile.TemporaryDirectory(prefix="kvray-") as made:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvray-test-") as made:
         yield Path(made)
 
 
