@@ -25,7 +25,7 @@ from kvray.errors import ConfigError, KVRayError
 from kvray.identity.keys import Tokens
 from kvray.serve.engine import Forwarded, Head, replica_name
 from kvray.serve.render import Hint
-from kvray.serve.router import Routed
+from kvray.serve.routed import Routed
 from kvray.serve.settings import Settings
 from kvray.trace.spans import current, span
 

@@ -13,6 +13,7 @@ from ray.serve._private.common import DeploymentID
 
 from kvray.errors import ConfigError
 from kvray.serve import Settings, app
+from kvray.serve.routed import Routed
 from kvray.serve.router import KvRayRouter, _prompt_of
 
 
@@ -98,3 +99,7 @@ def test_options_are_those_of_a_file_and_of_the_settings(tmp_path):
 def test_lists_of_a_command_line_are_json():
     told = Settings.model_validate({"command": '["mine", "{port}"]', "paths": '["/v1", "/score"]'})
     assert (told.command, told.paths) == (["mine", "{port}"], ["/v1", "/score"])
+
+
+def test_serve_pickles_the_routers_module_by_value_and_what_an_ingress_tells_it_by_is_elsewhere():
+    assert Routed.__module__ != KvRayRouter.__module__  # else `isinstance` fails in the router

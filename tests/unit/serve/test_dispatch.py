@@ -23,7 +23,7 @@ from kvray.errors import ConfigError, ShardUnavailable
 from kvray.serve.dispatch import Dispatcher, Prefetcher, RequestError, first_choice
 from kvray.serve.engine import Forwarded, Head
 from kvray.serve.render import Hint
-from kvray.serve.router import Routed
+from kvray.serve.routed import Routed
 from kvray.serve.settings import Settings
 
 pytestmark = pytest.mark.anyio
