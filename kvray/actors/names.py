@@ -12,6 +12,11 @@ def namespace_of(cluster_name: str) -> str:
     return NAMESPACE_PREFIX + cluster_name
 
 
+def routes_namespace(cluster_name: str) -> str:
+    """Return the Ray namespace of what routers share, which is no part of the tier."""
+    return f"{namespace_of(cluster_name)}-routes"
+
+
 def lookup_name(partition: int) -> str:
     """Return the actor name of a partition of the lookup; the first has that of the lookup."""
     return f"{LOOKUP_NAME}-{partition}" if partition else LOOKUP_NAME

@@ -65,6 +65,18 @@ def sources_sentence(counters: Mapping[str, float]) -> str:
     )
 
 
+def first_token_texts(found: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a status's median time to the first token, and the 90th percentile; None: unknown."""
+    times = found.get("first_tokens_s")
+    if not times:
+        return None
+    p50, p90 = (
+        f"{one:.1f} s" if one >= 1 else f"{1000 * one:.0f} ms"
+        for one in (times["p50"], times["p90"])
+    )
+    return p50, p90
+
+
 def hit_share(counters: Mapping[str, float]) -> str:
     """Return the share of the prompt tokens that nobody computed; empty if there were none."""
     prompt = counters.get("prompt_tokens", 0)

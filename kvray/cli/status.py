@@ -106,6 +106,8 @@ def _report(found: dict[str, Any], *, wide: bool = False) -> Iterator[Table | st
     if totals["prompt_tokens"]:
         yield f"{totals['prompt_tokens']:,} prompt tokens: {hits.sources_sentence(totals)}"
         yield sizing_line(combined(shards))
+    if times := hits.first_token_texts(found):
+        yield "First tokens, 10 min, as routers saw them: p50 {}, p90 {}".format(*times)
     yield nodes_table(shards)
     for shard in shards:
         name = node_of(shard["shard"])

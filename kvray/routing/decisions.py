@@ -4,7 +4,7 @@
 """
 
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -18,6 +18,8 @@ _SURVEY_OUTCOMES: tuple[SurveyOutcome, ...] = ("answered", "failed", "skipped")
 
 _BOUNDS_S = (*(2.0**bits for bits in range(-9, 9)), float("inf"))
 """Where the buckets end: 2 ms to 256 s."""
+_DECISIONS_MAX = 4096
+"""Serve does not report abandoned requests, so the oldest entries are dropped."""
 
 
 class Outcomes:
@@ -28,6 +30,7 @@ class Outcomes:
         self._surveys: Counter[str] = Counter(dict.fromkeys(_SURVEY_OUTCOMES, 0))
         self._times = {noun: _Times() for noun in FIRST_TOKENS}
         self._predicted_s = 0.0
+        self._latest_s: deque[float] = deque(maxlen=_DECISIONS_MAX)
 
     def surveyed(self, outcome: SurveyOutcome) -> None:
         """Count a question to the tier."""
@@ -40,9 +43,16 @@ class Outcomes:
     def first_token(self, real_s: float, predicted_s: float | None) -> None:
         """Count a first token; None: nobody had predicted it."""
         self._times["first_token"].observe(real_s)
+        self._latest_s.append(real_s)
         if predicted_s is not None:
             self._times["first_token_error"].observe(abs(real_s - predicted_s))
             self._predicted_s += predicted_s
+
+    def take_first_tokens(self) -> list[float]:
+        """Return the seconds to each first token since the last call, the latest 4096 at most."""
+        taken = [*self._latest_s]
+        self._latest_s.clear()
+        return taken
 
     def totals(self) -> dict[tuple[str, tuple[str, ...]], float]:
         """Return metric without `kvray_`, and its labels -> the total."""
@@ -69,10 +79,6 @@ class _Times:
     def observe(self, seconds: float) -> None:
         self.buckets[bisect_left(_BOUNDS_S, seconds)] += 1
         self.sum_s += seconds
-
-
-_DECISIONS_MAX = 4096
-"""Serve does not report abandoned requests, so the oldest entries are dropped."""
 
 
 @dataclass(slots=True, kw_only=True)

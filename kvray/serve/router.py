@@ -87,6 +87,7 @@ class KvRayRouter(RequestRouter):
         self._loads = SharedLoads(
             f"{deployment.app_name}-{deployment.name}",
             cluster_name,
+            outcomes.take_first_tokens,
             pool_blocks=pool_blocks,
             prefill_tokens_per_s=prefill_tokens_per_s,
         )

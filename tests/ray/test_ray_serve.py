@@ -6,6 +6,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import pytest
@@ -70,8 +71,9 @@ def test_the_second_replica_gives_the_same_answer_with_a_hit(served):
     wait_for(lambda: _hit_tokens(served, other) == shareable, "the count")
     assert _hit_tokens(served, one) == 0
     assert served.connected() == sorted([one, other])
-    shown = served.shell.run("status", "--wide", **served.environ)
-    assert other in shown.stdout
+    status = partial(served.shell.run, "status", **served.environ)
+    assert other in status("--wide").stdout
+    wait_for(lambda: "First tokens, 10 min" in status().stdout, "the router's times")
     assert [model.id for model in served.client.models.list()] == ["tiny"]
     raw = ask(served.client.with_raw_response, max_tokens=1)
     assert raw.headers["x-kvray-route"] in ("prefix", "queue", "fallback")

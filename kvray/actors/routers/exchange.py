@@ -10,14 +10,14 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from kvray.actors.names import namespace_of
+from kvray.actors.names import routes_namespace
 from kvray.routing import Choice, Cost, Place, ReplicaLoads, Survey
 
 _log = logging.getLogger("ray.serve")
@@ -25,6 +25,8 @@ _log = logging.getLogger("ray.serve")
 _REQUESTS_MAX = 16_384
 _ROUTER_S = 10.0
 """A router that was not heard for so long is gone, and its requests with it."""
+_FIRST_TOKENS_MAX, _FIRST_TOKENS_S = 4096, 600.0
+"""The first tokens that count as the latest."""
 _HELLO_S = 1.0
 _HELLO_TIMEOUT_S = 5.0
 _CHOOSE_S = 0.02
@@ -41,16 +43,23 @@ class AllLoads:
         self._routers: dict[str, float] = {}
         self._requests: OrderedDict[str, tuple[str, str]] = OrderedDict()
         """Request -> its router and its replica, the oldest first."""
+        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=_FIRST_TOKENS_MAX)
 
-    def hello(self, router: str) -> int:
-        """Note that a router lives; return how many do."""
+    def hello(self, router: str, first_tokens: Iterable[float] = ()) -> int:
+        """Note that a router lives and its latest first tokens; return how many routers do."""
         now = time.monotonic()
+        self._first_tokens.extend((now, seconds) for seconds in first_tokens)
         self._routers[router] = now
         gone = {name for name, at in self._routers.items() if now - at > _ROUTER_S}
         if gone:
             self._routers = {name: at for name, at in self._routers.items() if name not in gone}
             self._end([one for one, (name, _) in self._requests.items() if name in gone])
         return len(self._routers)
+
+    def first_tokens(self) -> list[float]:
+        """Return the seconds from a request to its first token, of the last 10 minutes."""
+        since = time.monotonic() - _FIRST_TOKENS_S
+        return [seconds for at, seconds in self._first_tokens if at >= since]
 
     def choose(
         self,
@@ -105,13 +114,19 @@ class AllLoads:
 class SharedLoads:
     """One router's own loads, and its end of the actor that has all; used by one event loop."""
 
-    def __init__(self, name: str, cluster_name: str, **options: Any) -> None:
-        """Share with routers that give the same `name`, that of the deployment."""
+    def __init__(
+        self, name: str, cluster_name: str, first_tokens: Callable[[], list[float]], **options: Any
+    ) -> None:
+        """Share with routers that give the same `name`, that of the deployment.
+
+        `first_tokens` returns the seconds to each first token since it was called last.
+        """
         self.own = ReplicaLoads(**options)
+        self._first_tokens = first_tokens
         self._options = options
         self._actor_options: Any = {
             "name": f"kvray-routes-{name}",
-            "namespace": f"{namespace_of(cluster_name)}-routes",  # it is no part of the tier
+            "namespace": routes_namespace(cluster_name),
             "get_if_exists": True,
             "num_cpus": 0,
         }
@@ -186,7 +201,7 @@ class SharedLoads:
                     made = ray.remote(AllLoads).options(**self._actor_options)
                     making = asyncio.to_thread(made.remote, **self._options)
                     actor = await asyncio.wait_for(making, _HELLO_TIMEOUT_S)
-                asked = actor.hello.remote(self._router)
+                asked = actor.hello.remote(self._router, self._first_tokens())
                 num_routers = await asyncio.wait_for(asked, _HELLO_TIMEOUT_S)
                 has_failed = False
             except (RayError, asyncio.TimeoutError, ValueError) as error:

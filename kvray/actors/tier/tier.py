@@ -5,9 +5,11 @@ And what people ask of a part of it: to drain a node, to have a replica go by ot
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from kvray import wire
 from kvray.actors.hosts import node_meant
@@ -21,6 +23,7 @@ from kvray.actors.names import (
     mover_name,
     namespace_of,
     node_of,
+    routes_namespace,
     shard_name,
 )
 from kvray.actors.owner.admin import ask_to_be_admitted, proof_of
@@ -108,8 +111,11 @@ def _shards_now() -> list[dict[str, Any]] | None:
 def status(*, timeout_s: float) -> dict[str, Any]:
     """Return the statuses of all parts; one that did not answer has a status that says so.
 
-    `hosts` are those of the nodes with shards. ShardUnavailable: no tier runs in this Ray cluster,
-    or its supervisor did not answer.
+    `hosts` are those of the nodes with shards. `first_tokens_s` has the number of first tokens that
+    routers saw in the last 10 minutes, and the p50 and p90 of their times; it may be empty.
+
+    Raises:
+        ShardUnavailable: no tier runs in this Ray cluster, or its supervisor did not answer.
     """
     supervisor = calls.get_actor(SUPERVISOR_NAME)
     config: KVRayConfig = calls.call(supervisor.config, timeout_s=timeout_s)
@@ -123,7 +129,22 @@ def status(*, timeout_s: float) -> dict[str, Any]:
         "shards": shards,
         "movers": _statuses("mover", calls.ask(movers, "status", timeout_s)),
         "hosts": calls.hosts_of(node_of(shard["shard"]) for shard in shards),
+        "first_tokens_s": _first_tokens(config.cluster_name, timeout_s),
     }
+
+
+def _first_tokens(cluster_name: str, timeout_s: float) -> dict[str, float]:
+    """Return what the routers of all deployments know; nothing of those that do not answer."""
+    found: list[float] = []
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == routes_namespace(cluster_name):
+            with suppress(RayError, ValueError):  # it has ended since
+                known = ray.get_actor(actor["name"], actor["namespace"])
+                found += ray.get(known.first_tokens.remote(), timeout=timeout_s)
+    if not found:
+        return {}
+    found.sort()
+    return {"num": len(found)} | {f"p{p}": found[len(found) * p // 100] for p in (50, 90)}
 
 
 def hosts(*, timeout_s: float) -> dict[str, dict[str, str]]:

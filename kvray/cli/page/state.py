@@ -129,7 +129,7 @@ class PageState:
             nodes.sort(key=lambda one: str(one["name"]))
             found |= self._panels | {"nodes": nodes}
             known = [self._seen.get(one["shard"], (0.0, one))[1] for one in status["shards"]]
-            found["figures"] = self._figures(known)
+            found["figures"] = self._figures(known, hits.first_token_texts(status))
             found["findings"] = [
                 {"verdict": one.verdict, "text": f"{one.check}: {one.says}; {one.fix}."}
                 | {"age_s": _age(self._found[one.check], now)}
@@ -169,7 +169,9 @@ class PageState:
         ]
         self._found = {one.check: self._found.get(one.check, now) for one in self._faults}
 
-    def _figures(self, shards: "Shards") -> list[dict[str, str]]:
+    def _figures(
+        self, shards: "Shards", first_tokens: tuple[str, str] | None
+    ) -> list[dict[str, str]]:
         """Return the large figures: hits, speed, room and faults, each with what it is of."""
         rates = hits.total_counters({"counters": one.counters} for one in self._rates.replicas())
         (first, before), (last, after) = self._hour[0], self._hour[-1]
@@ -179,6 +181,8 @@ class PageState:
             _large("hit rate, 1 h", hits.hit_share(grown), f"of those of {age_text(last - first)}"),
             _large("prompt tokens", f"{rates['prompt_tokens']:,.0f}", "per second"),
         ]
+        if first_tokens:
+            made.append(_large("first token", first_tokens[0], f"p50; p90 {first_tokens[1]}"))
         for name, used in (("memory", memory_used), ("disk", disk_used)):
             both = [used(shard) for shard in shards]
             taken, size = sum(one for one, _ in both), sum(one for _, one in both)

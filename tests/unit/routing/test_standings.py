@@ -320,6 +320,8 @@ def test_a_request_is_followed_from_its_choice_to_its_first_token(router):
     router.decisions.over("one", now=9.0)
     assert router.total("routed_requests_total", "prefix") == 1
     assert router.total("first_token_count_total") == 1
+    assert router.outcomes.take_first_tokens() == [pytest.approx(0.75)]
+    assert router.outcomes.take_first_tokens() == []
     assert router.total("first_token_seconds_sum_total") == pytest.approx(0.75)
     predicted_s = choice.ranked[0].cost.first_token_s
     assert router.total("predicted_first_token_seconds_sum_total") == pytest.approx(predicted_s)

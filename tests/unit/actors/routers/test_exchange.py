@@ -46,7 +46,7 @@ class Actor:
 
 
 def routers(actor: Actor, number: int) -> list[Any]:
-    made = [SharedLoads("engines", "tier", **OPTIONS) for _ in range(number)]
+    made = [SharedLoads("engines", "tier", list, **OPTIONS) for _ in range(number)]
     for one in made:
         one.own.retain(NAMES)
         one._actor = actor
@@ -116,6 +116,18 @@ async def test_the_requests_of_a_router_that_is_gone_end(monkeypatch):
     now[0] = 60.0
     assert made.hello("other") == 1
     assert not made._requests
+
+
+def test_first_tokens_are_those_of_the_last_ten_minutes(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("kvray.actors.routers.exchange.time.monotonic", lambda: now[0])
+    made = AllLoads(**OPTIONS)
+    made.hello("one", [0.5, 0.25])
+    now[0] = 400.0
+    made.hello("other", [2.0])
+    assert made.first_tokens() == [0.5, 0.25, 2.0]
+    now[0] = 700.0
+    assert made.first_tokens() == [2.0]
 
 
 def test_replicas_that_are_gone_are_forgotten_and_requests_bounded(monkeypatch):

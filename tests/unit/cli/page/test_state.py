@@ -39,6 +39,11 @@ def test_page_has_what_commands_show():
         ("disk", "2GiB", "of 8GiB taken"),
         ("faults", "0", "at present"),
     ]
+    seen = status(20, first_tokens_s={"num": 9, "p50": 0.0504, "p90": 1.25})
+    shown = told(PageState("prod"))
+    shown.take({"part": STATUS, "answer": seen}, NOW + 20)
+    figures = state(shown, 20)["figures"]
+    assert ["first token", "50 ms", "p50; p90 1.2 s"] in [[*one.values()] for one in figures]
     first, _ = found["nodes"]
     assert [one["text"] for one in first["meters"]] == ["25% of 4MiB taken", "25% of 4GiB taken"]
     assert "3 blocks/s evicted" in first["figures"]
