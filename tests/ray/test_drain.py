@@ -17,7 +17,7 @@ import pytest
 
 from kvray.errors import KVRayError
 from kvray.identity.block import BlockKey
-from kvray.lab.chaos.machine import RESOURCE, Machine, Node
+from kvray.lab.chaos.machine import PAIR, Machine, Node
 from kvray.lab.chaos.network import why_impossible
 from kvray.reference.replica import Replica
 from kvray.store.arena import slabs
@@ -147,7 +147,7 @@ def autoscaling(address: str) -> dict[str, object]:
     """Return the autoscaler's configuration: one worker if it is needed, none otherwise."""
     provider = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
     types = {
-        "worker": {"resources": {"CPU": 1, RESOURCE: 1, "object_store_memory": 80 * 2**20}},
+        "worker": {"resources": {"CPU": 1, PAIR: 1, "object_store_memory": 80 * 2**20}},
         HEAD_TYPE: {"resources": {"CPU": 0}},
     }
     limits = {"worker": 1, HEAD_TYPE: 0}
