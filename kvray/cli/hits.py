@@ -188,7 +188,7 @@ class History:
 def replicas_table(replicas: Sequence[ReplicaRates]) -> Table:
     """Return one row for each rank."""
     numbers = ("prompt tok/s", *SOURCES, COMPUTED)
-    table = empty_table("replica", "rank", numbers=numbers, rest=["missed because"])
+    table = empty_table("replica", "rank", numbers=numbers, rest=["missed, tok/s"])
     for one in replicas:
         reasons = list(one.missed.items())[:_REASONS_MAX]
         because = ", ".join(f"{name.replace('_', ' ')} {rate:,.0f}" for name, rate in reasons)

@@ -139,7 +139,7 @@ def sizing_sentences(entry: Mapping[str, Any], more_bytes: Sequence[int]) -> lis
             f" {_points(WORTH_SHARE)} of the prompt tokens would come from host memory."
         )
     elif least == 0:
-        sentences.append(f"Even {format_size(sizes[0])} are worth running.")
+        sentences.append(f"As little as {format_size(sizes[0])} would be worth running.")
     else:
         sentences.append(f"Below {format_size(least)} it is not worth running.")
     if entry["distinct_bytes"] <= entry["host_bytes"]:
@@ -174,8 +174,9 @@ def sizing_line(found: Mapping[str, Any]) -> str:
     """Return the sentence of `kvray status`: twice the memory, for the busiest namespace."""
     if not (entries := sure_of(found)):
         return TOO_LITTLE
-    line = _more(entries[0], entries[0]["host_bytes"])
-    return f"{line} {_share(entries[0]['measured'])} were counted. `kvray size` says more."
+    line, counted = _more(entries[0], entries[0]["host_bytes"]), _share(entries[0]["measured"])
+    since = _time(entries[0]["seconds"])
+    return f"{line} {counted} were counted in these {since}. `kvray size` says more."
 
 
 def missing_sentences(found: Mapping[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from kvray.cli import hits
 from kvray.cli.asking import duration, for_people, open_client, show_answer
 from kvray.cli.explain import age_text
 from kvray.cli.size import sizing_line
-from kvray.cli.transports import NodeLink, node_links, node_links_table
+from kvray.cli.transports import NodeLink, node_links, node_links_table, slow_nodes
 from kvray.config import format_size, load_config
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, flag
 from kvray.console.output import empty_table, printer, visible
@@ -103,11 +103,14 @@ def _report(found: dict[str, Any], *, wide: bool = False) -> Iterator[Table | st
     yield headline(found)
     ranks, ended = hits.ranks_of(shards), hits.ended_of(shards)
     totals = hits.total_counters([*ranks, *ended])
-    if totals["prompt_tokens"]:
-        yield f"{totals['prompt_tokens']:,} prompt tokens: {hits.sources_sentence(totals)}"
+    if prompt := totals["prompt_tokens"]:
+        sources = hits.sources_sentence(totals)
+        yield f"{hits.hit_share(totals)} of {prompt:,} prompt tokens so far were hits: {sources}"
         yield sizing_line(combined(shards))
     if times := hits.first_token_texts(found):
-        yield "First tokens, 10 min, as routers saw them: p50 {}, p90 {}".format(*times)
+        yield "Time to the first token, last 10 min, as the router sees it: p50 {}, p90 {}".format(
+            *times
+        )
     yield nodes_table(shards)
     for shard in shards:
         name = node_of(shard["shard"])
@@ -119,6 +122,7 @@ def _report(found: dict[str, Any], *, wide: bool = False) -> Iterator[Table | st
     for link in links:
         if link.transport is None or link.breaker != "closed":
             yield f"No block comes from {link.source} to {link.target}: {link.error or link.why}"
+    yield from (f"{node} {says}." for node, says in slow_nodes(links))
     yield replicas_sentence(ranks)
     for says, fix in unnamed_sentences(ranks):
         yield f"{says}; {fix}."
@@ -155,6 +159,8 @@ def headline(found: Mapping[str, Any]) -> str:
     """Return which tier it is, since when and where it runs, and what its lookup knows."""
     shards = found["shards"]
     nodes = f"{len(shards)} node{'' if len(shards) == 1 else 's'}"
+    if num_silent := sum(one["state"] == "unreachable" for one in shards):
+        nodes = f"{len(shards) - num_silent} of {nodes} answer{'s' if len(shards) == 1 else ''},"
     version = (
         f" (kvray {found['version']}, Ray at {found['address']})" if "version" in found else ""
     )

@@ -1,13 +1,17 @@
 """The transport between each two nodes, and its reason; for `kvray status` and `doctor`."""
 
+from collections.abc import Iterator, Sequence
+from statistics import median_high
 from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
 
 from kvray.actors.names import node_of
-from kvray.config import format_size
 from kvray.console.output import empty_table
+
+_SLOW = 8.0
+"""Of a slow node even the fastest link has less than this part of what others have."""
 
 
 class NodeLink(NamedTuple):
@@ -41,6 +45,28 @@ def node_links(found: dict[str, Any]) -> list[NodeLink]:
             measured = {name: peer[name] for name in NodeLink._field_defaults if name in peer}
             made.append(NodeLink(source, target, transport, why, **measured))
     return made
+
+
+def slow_nodes(links: Sequence[NodeLink]) -> Iterator[tuple[str, str]]:
+    """Yield each node that is far slower than the others, and in what: to give, or to get."""
+    known = [link for link in links if link.bytes_per_s]
+    for place, does in ((0, "gives its blocks"), (1, "gets blocks")):
+        for node in dict.fromkeys(str(link[place]) for link in known):
+            its = [link.bytes_per_s or 0.0 for link in known if link[place] == node]
+            others = [link.bytes_per_s or 0.0 for link in known if link[place] != node]
+            if others and max(its) * _SLOW < (typical := median_high(others)):
+                yield (
+                    node,
+                    f"{does} at {rate_text(max(its))} at most, others at {rate_text(typical)}",
+                )
+
+
+def rate_text(bytes_per_s: float | None) -> str:
+    """Return a rate, always in the same unit; empty if nothing was measured."""
+    if not bytes_per_s:
+        return ""
+    rate = bytes_per_s / 2**20
+    return f"{rate:,.0f} MiB/s" if rate >= 10 else f"{rate:.1f} MiB/s"
 
 
 def choose(
@@ -88,7 +114,7 @@ def node_links_table(links: list[NodeLink]) -> Table:
         "from", "to", "transport", numbers=["measured"], rest=rest, title="Between nodes"
     )
     for link in links:
-        rate = f"{format_size(link.bytes_per_s)}/s" if link.bytes_per_s else ""
+        rate = rate_text(link.bytes_per_s)
         state = "" if link.breaker == "closed" else link.breaker
         why = f"{link.why}; last error: {link.error}" if link.error and state else link.why
         red = [Text(one, style="red") for one in ("none", state)]

@@ -9,7 +9,7 @@ from kvray.actors.names import node_of
 from kvray.cli.explain import REASONS
 from kvray.cli.hits import ended_of, ranks_of, sources_sentence, total_counters
 from kvray.cli.status import disk_remark, unnamed_sentences
-from kvray.cli.transports import NodeLink, node_links
+from kvray.cli.transports import NodeLink, node_links, rate_text, slow_nodes
 from kvray.config import format_size
 from kvray.metrics import figure
 from kvray.trace.reasons import COUNTED, MISS_PREFIX
@@ -65,8 +65,10 @@ def tier_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
             )
         yield from _pages(shard)
         yield from _disk(shard)
-    for link in node_links(dict(status)):
-        yield _link(link)
+    links = node_links(dict(status))
+    yield from map(_link, links)
+    for node, says in slow_nodes(links):
+        yield hint(f"node {node}", says, "look at its network, and at what else uses it")
 
 
 def _shard(shard: Mapping[str, Any]) -> Finding:
@@ -132,7 +134,7 @@ def _link(link: NodeLink) -> Finding:
             f"no block can be moved: {link.why}",
             "restart the movers with `kvray up`, or see staging.transports",
         )
-    rate = f", {format_size(link.bytes_per_s)}/s lately" if link.bytes_per_s else ""
+    rate = f", {rate_text(link.bytes_per_s)} lately" if link.bytes_per_s else ""
     if link.breaker != "closed":
         return hint(
             check,

@@ -182,7 +182,9 @@ class PageState:
             _large("prompt tokens", f"{rates['prompt_tokens']:,.0f}", "per second"),
         ]
         if first_tokens:
-            made.append(_large("first token", first_tokens[0], f"p50; p90 {first_tokens[1]}"))
+            made.append(
+                _large("first token", first_tokens[0], f"p50 of 10 min; p90 {first_tokens[1]}")
+            )
         for name, used in (("memory", memory_used), ("disk", disk_used)):
             both = [used(shard) for shard in shards]
             taken, size = sum(one for one, _ in both), sum(one for _, one in both)
@@ -212,7 +214,9 @@ def status_panels(status: Mapping[str, Any], rates: hits.History) -> dict[str, A
     """Return what `kvray status` knows, with rates, except for the nodes."""
     shards = status["shards"]
     links = node_links(dict(status))
-    links.sort(key=lambda link: (bool(link.transport), link.breaker == "closed"))
+    links.sort(
+        key=lambda link: (bool(link.transport), link.breaker == "closed", link.bytes_per_s or 1e12)
+    )
     replicas = rates.replicas()
     totals = hits.total_counters([*hits.ranks_of(shards), *hits.ended_of(shards)])
     prompt = totals["prompt_tokens"]

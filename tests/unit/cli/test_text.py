@@ -20,7 +20,7 @@ from kvray.cli.explain import (
 from kvray.cli.hits import History, replicas_table, source_shares
 from kvray.cli.ls import namespaces, namespaces_table, prefixes
 from kvray.cli.size import _report, make_figure, sizing_line
-from kvray.cli.transports import choose, node_links
+from kvray.cli.transports import NodeLink, choose, node_links, slow_nodes
 from kvray.store.block_history import CAUSES as CAUSE_NAMES
 from kvray.trace.reasons import MISS_REASONS
 from tests.unit.actors.tier.test_sizing import node
@@ -221,6 +221,27 @@ def test_each_way_has_what_its_target_measured():
     assert (made["b", "a"].bytes_per_s, made["b", "a"].breaker) == (None, "closed")
 
 
+@pytest.mark.parametrize(
+    ("rates", "slow"),
+    [
+        (
+            {"ab": 2e9, "ba": 1e9, "ca": 4e6, "cb": 4e6, "ac": 2e9, "bc": 2e9},
+            ["c gives its blocks"],
+        ),
+        ({"ab": 2e9, "ba": 1e9, "ca": 2e9, "cb": 2e9, "ac": 4e6, "bc": 3e6}, ["c gets blocks"]),
+        ({"ab": 2e9, "ba": 1e9, "ca": 4e6, "cb": 2e9, "ac": 2e9, "bc": 2e9}, []),
+        ({"ab": 2e9, "ba": 4e8, "ca": None, "cb": None}, []),
+        ({"ab": 4e6}, []),
+    ],
+    ids=["one gives slowly", "one gets slowly", "one link is slow", "some are unknown", "only one"],
+)
+def test_a_slow_node_is_named(rates, slow):
+    links = [NodeLink(*ends, "nixl", "", bytes_per_s=rate) for ends, rate in rates.items()]
+    said = [f"{node} {says}" for node, says in slow_nodes(links)]
+    assert [one.split(" at ")[0] for one in said] == slow
+    assert all("3.8 MiB/s at most, others at 1,907 MiB/s" in one for one in said)
+
+
 def test_a_tier_of_one_node_has_no_ways():
     alone = {"shard": "kvray-shard-a", "state": "serving"}
     assert node_links({"shards": [alone], "movers": []}) == []
@@ -307,7 +328,7 @@ def test_with_too_little_traffic_it_says_so_instead_of_a_figure(said, nodes):
 def test_status_has_one_sentence():
     line = sizing_line(combined([node("a")]))
     assert line.startswith("With +40B of host memory 40 % of prompt tokens would hit instead of 30")
-    assert "30 % were counted. `kvray size`" in line
+    assert "30 % were counted in these 10 min. `kvray size`" in line
 
 
 def test_the_picture_has_a_curve_for_each_namespace_and_json_has_everything():
