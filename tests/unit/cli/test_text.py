@@ -328,7 +328,7 @@ def test_with_too_little_traffic_it_says_so_instead_of_a_figure(said, nodes):
 def test_status_has_one_sentence():
     line = sizing_line(combined([node("a")]))
     assert line.startswith("With +40B of host memory 40 % of prompt tokens would hit instead of 30")
-    assert "30 % were counted in these 10 min. `kvray size`" in line
+    assert "30 % were counted in these 1 min. `kvray size`" in line
 
 
 def test_the_picture_has_a_curve_for_each_namespace_and_json_has_everything():
