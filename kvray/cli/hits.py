@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from kvray.actors.names import node_of
 from kvray.console.output import empty_table
 from kvray.metrics import figure, places_of
 from kvray.trace.reasons import MISS_PREFIX
@@ -106,6 +107,8 @@ class ReplicaRates(NamedTuple):
     """The tokens of one rank in a second, and what its shard says of it."""
 
     rank: Status
+    node: str
+    """The one whose shard it asks."""
     counters: dict[str, float]
     """How much each counter grew in a second."""
     missed: dict[str, float]  # by reason, the largest first
@@ -161,7 +164,8 @@ class History:
         ranks = ranks_of(self._kept[0][1]["shards"])
         before = {(one["replica"], one["rank"]): one for one in ranks}
         found = []
-        for one in ranks_of(self._kept[-1][1]["shards"]):
+        shards = self._kept[-1][1]["shards"]
+        for node, one in ((s["shard"], one) for s in shards for one in ranks_of([s])):
             then = before.get((one["replica"], one["rank"]), one)
             rates = {
                 name: self._per_s(value - then["counters"].get(name, 0))
@@ -172,7 +176,7 @@ class History:
                 for name, rate in sorted(rates.items(), key=lambda pair: -pair[1])
                 if name.startswith(MISS_PREFIX) and rate
             }
-            found.append(ReplicaRates(one, rates, missed))
+            found.append(ReplicaRates(one, node_of(node), rates, missed))
         return found
 
     def _rate(self, now: Status, before: Status | None, name: str, **labels: str) -> float:
@@ -188,13 +192,14 @@ class History:
 def replicas_table(replicas: Sequence[ReplicaRates]) -> Table:
     """Return one row for each rank."""
     numbers = ("prompt tok/s", *SOURCES, COMPUTED)
-    table = empty_table("replica", "rank", numbers=numbers, rest=["missed, tok/s"])
+    table = empty_table("replica", "rank", "node", numbers=numbers, rest=["missed, tok/s"])
     for one in replicas:
         reasons = list(one.missed.items())[:_REASONS_MAX]
         because = ", ".join(f"{name.replace('_', ' ')} {rate:,.0f}" for name, rate in reasons)
         table.add_row(
             one.rank["replica"] + ("" if one.rank["connected"] else " gone"),
             str(one.rank["rank"]),
+            one.node,
             f"{one.prompt:,.0f}",
             *source_shares(one.counters).values(),
             because,

@@ -49,7 +49,7 @@ def test_page_has_what_commands_show():
     first, _ = found["nodes"]
     assert [one["text"] for one in first["meters"]] == ["25% of 4MiB taken", "25% of 4GiB taken"]
     assert "3 blocks/s evicted" in first["figures"]
-    assert found["replicas"]["rows"][0][0] == f"on-aa {MARKUP}"
+    assert found["replicas"]["rows"][0][:3] == [f"on-aa {MARKUP}", "0", "aa"]
     assert sorted(row[:2] for row in found["links"]["rows"]) == [["aa", "bb"], ["bb", "aa"]]
     (hottest,) = found["prefixes"]["hottest"]
     assert hottest["table"]["rows"] == [["00ff00ff", "aa, bb", "9", "144", "82", "2 s ago"]]
@@ -187,7 +187,7 @@ def test_shard_that_is_on_its_way_says_how_far(state_name):
 
 def test_history_is_bounded_in_time_and_in_replicas():
     shares = Shares()
-    rank = ReplicaRates({}, {"prompt_tokens": 4.0, "hit_tokens_from_host": 3.0}, {})
+    rank = ReplicaRates({}, "", {"prompt_tokens": 4.0, "hit_tokens_from_host": 3.0}, {})
     ranks = [rank._replace(rank={"replica": f"r{number}"}) for number in range(99)]
     for second in range(0, 4000, 2):
         shares.add(second, ranks)
