@@ -17,7 +17,7 @@ from kvray.cli.explain import age_text, request_report, requests_sentence
 from kvray.cli.ls import model_text, namespaces, namespaces_table, prefixes, prefixes_table
 from kvray.cli.size import TOO_LITTLE, sizing_sentences, sizing_title, sure_of
 from kvray.cli.status import disk_used, headline, memory_used, state_text
-from kvray.cli.transports import node_links, node_links_table
+from kvray.cli.transports import node_links, node_links_table, slow_nodes
 from kvray.config import format_size
 from kvray.metrics import figure
 from kvray.trace.arrival import source_of
@@ -183,7 +183,7 @@ class PageState:
         ]
         if first_tokens:
             made.append(
-                _large("first token", first_tokens[0], f"p50 of 10 min; p90 {first_tokens[1]}")
+                _large("first token, 10 min", first_tokens[0], f"p50; p90 {first_tokens[1]}")
             )
         for name, used in (("memory", memory_used), ("disk", disk_used)):
             both = [used(shard) for shard in shards]
@@ -225,6 +225,7 @@ def status_panels(status: Mapping[str, Any], rates: hits.History) -> dict[str, A
         "headline": headline(status),
         "links": plain(node_links_table(links[:_LINKS_MAX])) if links else None,
         "num_links_hidden": max(0, len(links) - _LINKS_MAX),
+        "slow": [f"{node} {says}." for node, says in slow_nodes(links)],
         "replicas": plain(hits.replicas_table(replicas)) if replicas else None,
         "totals": f"{prompt:,} prompt tokens so far: {hits.sources_sentence(totals)}"
         if prompt

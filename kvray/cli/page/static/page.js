@@ -87,8 +87,9 @@ function node(one) {
 
 function showNodes() {
   draw("nodes", state.nodes, (nodes) => nodes.length ? nodes.map(node) : make("p", {}, "No node has a shard."));
-  draw("links", [state.links, state.num_links_hidden], ([links, hidden]) => [
-    links && make("h3", {}, "Between nodes"), table(links, "Between nodes"),
+  draw("links", [state.links, state.num_links_hidden, state.slow], ([links, hidden, slow]) => [
+    links && make("h3", {}, "Between nodes"), ...(slow ?? []).map((one) => make("p", {}, one)),
+    table(links, "Between nodes"),
     hidden ? make("p", {}, `${hidden} more links: kvray status has them.`) : null]);
 }
 

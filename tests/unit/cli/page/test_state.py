@@ -43,7 +43,7 @@ def test_page_has_what_commands_show():
     shown = told(PageState("prod"))
     shown.take({"part": STATUS, "answer": seen}, NOW + 20)
     figures = state(shown, 20)["figures"]
-    assert ["first token", "50 ms", "p50 of 10 min; p90 1.2 s"] in [
+    assert ["first token, 10 min", "50 ms", "p50; p90 1.2 s"] in [
         [*one.values()] for one in figures
     ]
     first, _ = found["nodes"]
