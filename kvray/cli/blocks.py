@@ -37,8 +37,9 @@ def drain(
 ) -> None:
     """Move blocks that only this node holds to other nodes before you remove it.
 
-    What is used most goes first. Engines of the node go on until they end. The node gets nothing
-    for later until `kvray drain NODE --cancel`. Ray's own notice does the same by itself.
+    What is used most goes first. It fails if the deadline comes first. Engines of the node go on
+    until they end. The node gets nothing for later until `kvray drain NODE --cancel`. Ray's own
+    notice does the same by itself.
     """
     with open_client(config, address) as client:
         hosts = client.hosts()
@@ -61,6 +62,8 @@ def drain(
                 time.sleep(_POLL_S)
                 found = _look(client.status, shard)
     print(named(drain_sentence(shard, found), hosts))
+    if found["state"] == "late" and found["left_bytes"]:
+        raise typer.Exit(1)
 
 
 def _look(status: Callable[[], dict[str, Any]], shard: str) -> dict[str, Any]:

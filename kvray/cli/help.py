@@ -19,8 +19,8 @@ _EXAMPLES: dict[str, _Examples] = {
         ("End it at once", "kvray down -c kvray.yaml --no-flush"),
     ),
     "drain": (
-        ("Before a machine is taken away in a minute", "kvray drain 3bcd88969b3d --deadline 1m"),
-        ("It stays after all", "kvray drain 3bcd88969b3d --cancel"),
+        ("Before a machine is taken away in a minute", "kvray drain gpu-07 --deadline 1m"),
+        ("It stays after all", "kvray drain gpu-07 --cancel"),
     ),
     "clear": (("Ask no question, in a script", "kvray clear -c kvray.yaml --yes"),),
     "prefetch": (("Bring a prompt to its node", "kvray prefetch prompt.json --replica replica-0"),),

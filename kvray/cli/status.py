@@ -123,6 +123,7 @@ def _report(found: dict[str, Any], *, wide: bool = False) -> Iterator[Table | st
         if link.transport is None or link.breaker != "closed":
             yield f"No block comes from {link.source} to {link.target}: {link.error or link.why}"
     yield from (f"{node} {says}." for node, says in slow_nodes(links))
+    yield from (f"{node} {says}." for node, says in lost_nodes(found))
     yield replicas_sentence(ranks)
     for says, fix in unnamed_sentences(ranks):
         yield f"{says}; {fix}."
@@ -169,6 +170,12 @@ def headline(found: Mapping[str, Any]) -> str:
     return (
         f"Tier {found['cluster_name']}{version}: {nodes}{up}; {lookup_sentence(found['lookup'])}."
     )
+
+
+def lost_nodes(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each node that Ray lost lately, and what happened to it."""
+    for node, s_ago in found.get("lost", {}).items():
+        yield node, f"left Ray {age_text(s_ago)} ago, and its blocks in memory with it"
 
 
 def nodes_table(shards: list[dict[str, Any]]) -> Table:
@@ -383,12 +390,13 @@ _NAMES_MAX = 4
 def drain_sentence(shard: str, found: Mapping[str, Any]) -> str:
     """Return how far the drain of a shard is, as `kvray status` has it."""
     moved = f"{found['moved_blocks']:,} blocks ({format_size(found['moved_bytes'])}) are elsewhere"
-    left = format_size(found["left_bytes"])
+    left, size = format_size(found["left_bytes"]), found.get("behind_bytes", 0)
+    behind = f", and {format_size(size)} that others have no room for stay" if size else ""
     seconds = "" if found["seconds_left"] is None else f" within {found['seconds_left']:.0f} s"
     who = " and ".join(found["by"])
     says = {
         "moving": f"is being drained{seconds} (requested by {who}): {moved}, {left} are left",
-        "moved": f"is drained and may be removed: {moved}",
+        "moved": f"is drained and may be removed: {moved}{behind}",
         "late": f"has no time left to drain: {moved}, {left} are not",
     }[found["state"]]
     return f"{shard} {says}." + (f" {found['message']}" if found.get("message") else "")

@@ -45,7 +45,8 @@ class Owner:
         """Return the sentence that refuses `directory` to another shard."""
         return (
             f"{self} owns {directory}; end its tier with `kvray down`, under the TMPDIR or with the"
-            " --address that it was started with, or choose another cluster_name or arena.dir."
+            " --address that it was started with, or choose another cluster_name or arena.dir. If"
+            f" its Ray node is gone, end process {self.pid} on this machine."
         )
 
 

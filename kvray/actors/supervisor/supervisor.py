@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Set
 from typing import Any
 
@@ -42,6 +43,8 @@ _CALL_TIMEOUT_S = 5.0
 _PING_TIMEOUT_S = 1.0
 _FROZEN_S = 5.0
 """The supervisor ends a part after so long a silence: no part works so long without a pause."""
+_LOST_S, _LOST_MAX = 3600.0, 64
+"""How long a node that Ray lost is told of, and how many of them."""
 _MISSES = 3
 """The part has also missed this many pings in a row, however long the rounds were."""
 _BY_RAY = "Ray"
@@ -91,6 +94,8 @@ class SupervisorActor:
         self._nodes: dict[str, dict[str, Any]] = {}
         self._draining: set[str] = set()
         """Nodes whose shards were told that Ray wants the node to go."""
+        self._lost: OrderedDict[str, tuple[dict[str, str], float]] = OrderedDict()
+        """Node that Ray lost and did not want to drain -> its host, and when; the oldest first."""
         self._idle = IdleNodes(config.shard.release_idle_s)
         self._leaving: dict[str, Any] = {}
         """Node -> the call by which its shard leaves it."""
@@ -137,6 +142,16 @@ class SupervisorActor:
     def movers(self) -> list[str]:
         """Return the ids of the nodes that have a mover."""
         return list(self._movers)
+
+    def lost(self) -> dict[str, dict[str, Any]]:
+        """Return the nodes that Ray lost in the last hour and that are not back: host, and age."""
+        nodes, now = self._nodes, time.monotonic()
+        here = {calls.host_of(nodes[one])["ip"] for one in list(self._shards) if one in nodes}
+        return {
+            node_id[:12]: {"host": host, "s_ago": now - at}
+            for node_id, (host, at) in list(self._lost.items())
+            if host["ip"] not in here and now - at < _LOST_S
+        }
 
     def stop(self) -> None:
         """Start no more parts."""
@@ -199,6 +214,10 @@ class SupervisorActor:
                 _log.info("node %s has a shard", self._name(node_id))
         for node_id in self._shards.keys() - chosen:
             _log.warning("node %s is gone, and its blocks with it", self._name(node_id))
+            if node_id not in self._draining and (known := self._nodes.get(node_id)):
+                self._lost[node_id] = calls.host_of(known), time.monotonic()
+                if len(self._lost) > _LOST_MAX:
+                    self._lost.popitem(last=False)
             del self._shards[node_id]
             self._movers.pop(node_id, None)
         if len(self._shards) > 1:

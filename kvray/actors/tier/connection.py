@@ -107,7 +107,7 @@ def _check_address(address: str) -> None:
     except (OSError, OverflowError) as error:
         raise ShardUnavailable(
             f"Nobody answers at the Ray address {address} ({error}); start Ray there, or correct"
-            " ray.address."
+            " it in --address, ray.address or RAY_ADDRESS."
         ) from None
     if not speaks:
         raise ShardUnavailable(

@@ -111,8 +111,9 @@ def _shards_now() -> list[dict[str, Any]] | None:
 def status(*, timeout_s: float) -> dict[str, Any]:
     """Return the statuses of all parts; one that did not answer has a status that says so.
 
-    `hosts` are those of the nodes with shards. `first_tokens_s` has the number of first tokens that
-    routers saw in the last 10 minutes, and the p50 and p90 of their times; it may be empty.
+    `hosts` are those of the nodes with shards and of the `lost` ones: seconds since Ray lost a node
+    that it did not want to drain, and that is not back. `first_tokens_s` has the number of first
+    tokens that routers saw in the last 10 minutes, and the p50 and p90 of their times, if any.
 
     Raises:
         ShardUnavailable: no tier runs in this Ray cluster, or its supervisor did not answer.
@@ -121,6 +122,7 @@ def status(*, timeout_s: float) -> dict[str, Any]:
     config: KVRayConfig = calls.call(supervisor.config, timeout_s=timeout_s)
     movers = map(mover_name, calls.call(supervisor.movers, timeout_s=timeout_s))
     shards = _statuses("shard", calls.ask_shards("status", timeout_s))
+    lost = calls.call(supervisor.lost, timeout_s=timeout_s)
     return {
         "cluster_name": config.cluster_name,
         "version": calls.call(supervisor.build_info, timeout_s=timeout_s)["version"],
@@ -128,7 +130,9 @@ def status(*, timeout_s: float) -> dict[str, Any]:
         "lookup": _lookup_status(config.lookup.partitions, timeout_s),
         "shards": shards,
         "movers": _statuses("mover", calls.ask(movers, "status", timeout_s)),
-        "hosts": calls.hosts_of(node_of(shard["shard"]) for shard in shards),
+        "hosts": calls.hosts_of(node_of(shard["shard"]) for shard in shards)
+        | {node: one["host"] for node, one in lost.items()},
+        "lost": {node: round(one["s_ago"], 1) for node, one in lost.items()},
         "first_tokens_s": _first_tokens(config.cluster_name, timeout_s),
     }
 

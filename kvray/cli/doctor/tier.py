@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from kvray.actors.names import node_of
 from kvray.cli.explain import REASONS
 from kvray.cli.hits import ended_of, ranks_of, sources_sentence, total_counters
-from kvray.cli.status import disk_remark, unnamed_sentences
+from kvray.cli.status import disk_remark, lost_nodes, unnamed_sentences
 from kvray.cli.transports import NodeLink, node_links, rate_text, slow_nodes
 from kvray.config import format_size
 from kvray.metrics import figure
@@ -67,6 +67,8 @@ def tier_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
         yield from _disk(shard)
     links = node_links(dict(status))
     yield from map(_link, links)
+    for node, says in lost_nodes(status):
+        yield hint(f"node {node}", says, "if nobody took it away, look at Ray on that machine")
     for node, says in slow_nodes(links):
         yield hint(f"node {node}", says, "look at its network, and at what else uses it")
 

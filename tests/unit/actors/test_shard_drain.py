@@ -18,6 +18,7 @@ from kvray.actors.shard.sending.choice import (
     shared_out,
     span_of,
 )
+from kvray.cli.status import drain_sentence
 from kvray.identity.block import BlockKey, split_keys
 from kvray.index import Run
 from kvray.store.arena import key_index
@@ -53,6 +54,7 @@ def test_what_only_a_node_that_is_to_go_has_goes_to_another(tier):
         "moved_blocks": 12,
         "moved_bytes": 12 * 4096,
         "left_bytes": 0,
+        "behind_bytes": 0,
     }
 
 
@@ -81,6 +83,7 @@ def test_without_time_nothing_moves_and_the_status_says_so(tier):
     wait_for(lambda: progress(tier).get("state") == "late")
     time.sleep(1.5)  # it looks again meanwhile
     assert progress(tier)["state"] == "late"
+    assert progress(tier)["left_bytes"] == 12 * 4096, "nobody else is known to have them"
     assert not num_here(tier.arena("a"), KEYS)
 
 
@@ -118,8 +121,11 @@ def test_an_order_right_after_a_call_off_counts(tier):
 
 def test_without_another_node_it_waits_and_says_so(tier):
     tier.nodes.others["kvray-lookup.targets"] = lambda: [B]
-    drain_b(tier)
+    store(tier.arena("b"), KEYS)
+    drain_b(tier, 1.0)
     wait_for(lambda: "No other node" in progress(tier).get("message", ""))
+    wait_for(lambda: progress(tier)["state"] == "late")
+    assert progress(tier)["left_bytes"] == 12 * 4096
 
 
 def test_a_lookup_that_is_gone_for_a_while_ends_nothing(tier):
@@ -180,7 +186,23 @@ def test_what_others_have_already_leaves_room_for_colder_blocks_at_once(tier, mo
     drain_b(tier)
     wait_for(lambda: tier.has("a", cold))
     wait_for(lambda: progress(tier)["moved_blocks"] == 24)
+    wait_for(lambda: progress(tier)["state"] == "moved")
+    assert progress(tier)["behind_bytes"] == 0, "others have it all"
     assert all(pauses)
+
+
+def test_what_others_have_no_room_for_is_said_to_stay(tier):
+    cold, hot = (chain(24, seed=name) for name in ("cold", "hot"))
+    store(tier.arena("b"), cold)
+    time.sleep(0.1)
+    store(tier.arena("b"), hot)
+    tier.nodes.others["kvray-shard-a.room"] = lambda: 0  # it takes half of b's 48
+    drain_b(tier)
+    wait_for(lambda: progress(tier)["state"] == "moved")
+    assert tier.has("a", hot)
+    assert progress(tier)["behind_bytes"] == 24 * 4096
+    sentence = drain_sentence("b", progress(tier))
+    assert "and 96KiB that others have no room for stay" in sentence
 
 
 TREES = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 4)), min_size=1, max_size=12)

@@ -67,6 +67,8 @@ def test_ten_nodes_fit_on_one_screen_with_hosts_hits_disks_and_faults():
     found["shards"][3] |= silent(names[3])
     found |= {"version": "9.9", "address": "10.0.0.1:6379"}
     found["first_tokens_s"] = {"num": 9, "p50": 0.05, "p90": 0.4}
+    found["lost"] = {"0000000000ff": 125.0}
+    found["hosts"]["0000000000ff"] = {"name": "gpu-x", "ip": "10.0.0.99"}
     text = shown(*_report(for_people(found)), width=100)
     lines = rows(text)
     assert len(lines) < 36
@@ -80,6 +82,8 @@ def test_ten_nodes_fit_on_one_screen_with_hosts_hits_disks_and_faults():
     )
     assert "gpu-0 serving 10 d 25% 4MiB 25% 4GiB 0% 60% 0% 0% 12" in lines
     assert "gpu-3 (10.0.0.3): No answer in 2 s." in lines
+    left = "gpu-x (10.0.0.99) left Ray 2 min ago, and its blocks in memory with it."
+    assert left in lines
     assert not any(name in text for name in names)
     assert "stage wait" not in text
     wide = shown(*_report(for_people(found, with_ids=True), wide=True), width=300)

@@ -26,6 +26,9 @@ _BATCH_S = 20.0  # how long a batch may take
 _AGAIN_S, _PAUSES = 1.0, 20
 """Between two looks for what has come meanwhile; so many times as long as a look takes."""
 
+_FIGURES = "moved_blocks", "moved_bytes", "left_bytes", "behind_bytes"
+"""What has gone, what is still to go, and what others have no room for, as far as is known."""
+
 _LOOK_S = 1.0
 """A use counts from the look at the arena that found it, which began so long before at most. Told
 twice, it is one use."""
@@ -64,7 +67,7 @@ class Drain:
         if self._task is None or self._task.done():
             self._settled.clear()
             self._told_at, self._budget = 0.0, None
-            self._figures = dict.fromkeys(("moved_blocks", "moved_bytes", "left_bytes"), 0)
+            self._figures = dict.fromkeys(_FIGURES, 0)
             self._task = asyncio.get_running_loop().create_task(self._run())
             self._task.add_done_callback(self._note_defect)
         if is_new:
@@ -116,23 +119,28 @@ class Drain:
 
         Returns whether to go on at once: some of it was elsewhere, so there is room for more.
         """
-        if self._left_s() <= 0:
-            if self._figures["state"] == "moving":
-                self._figures["state"] = "late"
+        is_late = self._left_s() <= 0
+        targets = [] if is_late else await self._sender.targets()
+        if not targets and self._figures["state"] != "moving":
             return False
-        targets = await self._sender.targets()
-        if not targets:
-            advice = "No other node can take blocks; add a node, or cancel the drain."
-            self._figures["message"] = advice
-            return False
-        self._figures.pop("message", None)
         in_thread = asyncio.get_running_loop().run_in_executor
         ranked, tiers = await in_thread(None, self._look)
+        alone = sum(int(one.block_bytes(slots).sum()) for one, slots in tiers)
+        if not targets:
+            self._figures["left_bytes"] = alone
+            if is_late:
+                self._figures["state"] = "late"
+            else:
+                advice = "No other node can take blocks; add a node, or cancel the drain."
+                self._figures["message"] = advice
+            return False
+        self._figures.pop("message", None)
         if self._budget is None:
             tables, slots = tiers[0]
             self._budget = await self._room(targets, int(tables.block_bytes(slots).sum()))
         left = sum(int(one.block_bytes(self._fitting(one, slots)).sum()) for one, slots in tiers)
         self._figures["left_bytes"] = max(0, min(left, self._budget))
+        self._figures["behind_bytes"] = alone - self._figures["left_bytes"]
         self._figures["state"] = "moving" if self._figures["left_bytes"] > 0 else "moved"
         goes_on = False
         for tables, slots in tiers:

@@ -283,6 +283,27 @@ def tier(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Tie
     return made
 
 
+def test_a_node_that_ray_lost_is_told_of_until_its_host_is_back(tier):
+    for number, node in enumerate(tier.nodes_now):
+        node |= {"NodeManagerHostname": f"gpu-{number}", "NodeManagerAddress": f"10.0.0.{number}"}
+    tier.rounds(1)
+    wanted, lost = tier.nodes_now[1], tier.nodes_now[2]
+    tier.draining = {wanted["NodeID"]: None}
+    tier.rounds(1)
+    wanted["Alive"] = lost["Alive"] = False
+    tier.rounds(3)
+    host = {"name": "gpu-2", "ip": "10.0.0.2"}
+    assert tier.supervisor.lost() == {lost["NodeID"][:12]: {"host": host, "s_ago": 3.0}}
+    tier.nodes_now.append({**lost, "NodeID": node_id(9), "Alive": True})
+    tier.rounds(1)
+    assert tier.supervisor.lost() == {}
+    tier.nodes_now[-1]["Alive"] = False
+    tier.rounds(1)
+    assert [*tier.supervisor.lost()] == [lost["NodeID"], node_id(9)]
+    tier.now += 3600.0
+    assert tier.supervisor.lost() == {}
+
+
 @pytest.mark.parametrize("tier", [100], indirect=True)
 def test_every_round_asks_all_of_a_small_tier(tier):
     tier.rounds(5)
