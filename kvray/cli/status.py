@@ -78,7 +78,7 @@ def _of_node(found: dict[str, Any], node: str) -> dict[str, Any]:
         kind: [one for one in found[kind] if node_of(one[kind[:-1]]) == meant]
         for kind in ("shards", "movers")
     }
-    return {**found, **parts}
+    return {**found, **parts, "num_nodes": len(found["shards"])}
 
 
 def _watch(ask: Callable[[float], dict[str, Any]], console: Console, *, wide: bool) -> None:
@@ -160,16 +160,17 @@ def headline(found: Mapping[str, Any]) -> str:
     """Return which tier it is, since when and where it runs, and what its lookup knows."""
     shards = found["shards"]
     nodes = f"{len(shards)} node{'' if len(shards) == 1 else 's'}"
-    if num_silent := sum(one["state"] == "unreachable" for one in shards):
+    if (num_nodes := found.get("num_nodes", len(shards))) > len(shards):
+        nodes = f"{len(shards)} of its {num_nodes} nodes,"
+    elif num_silent := sum(one["state"] == "unreachable" for one in shards):
         nodes = f"{len(shards) - num_silent} of {nodes} answer{'s' if len(shards) == 1 else ''},"
     version = (
         f" (kvray {found['version']}, Ray at {found['address']})" if "version" in found else ""
     )
     up_s = max((one.get("uptime_s", 0.0) for one in shards), default=0.0)
     up = f" up {age_text(up_s)}" if up_s else ""
-    return (
-        f"Tier {found['cluster_name']}{version}: {nodes}{up}; {lookup_sentence(found['lookup'])}."
-    )
+    nodes = f"{nodes}{up}".rstrip(",")
+    return f"Tier {found['cluster_name']}{version}: {nodes}; {lookup_sentence(found['lookup'])}."
 
 
 def lost_nodes(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -96,6 +96,7 @@ def test_a_status_may_be_of_one_node():
         of_one = status._of_node(found, meant)
         assert [one["shard"] for one in of_one["shards"]] == ["kvray-shard-bb"]
         assert [one["mover"] for one in of_one["movers"]] == ["kvray-mover-bb"]
+        assert "Tier prod: 1 of its 2 nodes; the lookup" in status.headline(of_one)
     with pytest.raises(ConfigError, match="gpu-1"):
         status._of_node(found, "gpu-3")
 
