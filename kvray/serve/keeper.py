@@ -1,10 +1,12 @@
 """Runs an engine's server and ends it with this process's parent: `python -m ... COMMAND...`.
 
 The parent holds the other end of stdin. When that closes, however the parent ended, the server and
-all that it has started end too. The exit status is the server's.
+all that it has started end too. The exit status is the server's. If this process is killed itself,
+the kernel tells the server to end.
 """
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 
 import psutil
 
+_PR_SET_PDEATHSIG = 1
 _GRACE_S = 10.0
 """How long a server may take to end by itself."""
 _TRACKER = "multiprocessing.resource_tracker"
@@ -25,7 +28,12 @@ def keep(command: Sequence[str]) -> int:
     """Run `command` until it ends, or the parent is gone; return its exit status, as shells do."""
     # Ctrl-C reaches the whole foreground group; the parent decides what becomes of the server.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=_end_with_parent,  # noqa: PLW1509 - there is one thread here
+    )
     # Not reaped before the end of its session: until then no other process gets its number.
     server = os.pidfd_open(process.pid)
     if not _wait(server, sys.stdin.fileno()):
@@ -34,6 +42,10 @@ def keep(command: Sequence[str]) -> int:
     _end_session(process.pid)
     status = process.wait()
     return status if status >= 0 else 128 - status
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait(server: int, *others: int, timeout_s: float | None = None) -> bool:

@@ -134,6 +134,18 @@ def test_a_server_that_ends_by_itself_leaves_none_of_its_own(tmp_path):
         assert alive == []
 
 
+def test_a_server_ends_with_its_keeper(tmp_path):
+    is_up = tmp_path / "up"
+    code = "import sys, time; open(sys.argv[1], 'w').close(); time.sleep(600)"
+    command = [sys.executable, "-m", "kvray.serve.keeper", sys.executable, "-c", code, str(is_up)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as keeper:
+        wait_for(is_up.exists, "the server")
+        below = psutil.Process(keeper.pid).children(recursive=True)
+        keeper.kill()
+        gone, _ = psutil.wait_procs(below, timeout=20)
+        assert len(gone) == 1
+
+
 LEAVES = """
 import sys, time
 from multiprocessing.shared_memory import SharedMemory
