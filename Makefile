@@ -37,6 +37,9 @@ FAILED := .pytest_cache/v/cache/lastfailed
 test: style
 	@$(MAKE) --no-print-directory -j2 types tests
 
+# Half as many where tests load the machine for minutes.
+LONG_WORKERS ?= $(shell [ "$$(id -u)" = 0 ] && echo 2 || echo 0)
+
 # A test that fails beside others is tried once more alone: a starved machine breaks it once, a fault twice.
 tests: venv
 	@rm -f $(FAILED)
@@ -46,7 +49,8 @@ tests: venv
 		$(PY) -m pytest --last-failed; }
 
 test-long: venv
-	$(PY) -m pytest -m "long or hypothesis or exhaustive" --hypothesis-profile all
+	$(PY) -m pytest -n $(LONG_WORKERS) --no-loadscope-reorder \
+		-m "long or hypothesis or exhaustive" --hypothesis-profile all
 
 # vLLM with what it needs has an environment of its own. torchvision and its like come with it, are of no use here, and
 # do not fit the torch that it needs.

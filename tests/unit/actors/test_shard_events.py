@@ -465,7 +465,7 @@ def told_without_end(directory: Path, until: float) -> None:
                     ask("describe", chains=[chain] if is_good else rng.choice(BAD_CHAINS))
 
 
-FUZZ_S = float(os.environ.get("FUZZ_S", "600"))
+FUZZ_S = float(os.environ.get("FUZZ_S", "120"))
 
 
 @pytest.mark.parametrize("what", ["events", "replays", "socket"])

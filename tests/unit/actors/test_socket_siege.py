@@ -153,7 +153,7 @@ class Besiegers:
 
 
 @pytest.mark.parametrize(
-    "seconds", [2.0, pytest.param(600.0, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+    "seconds", [2.0, pytest.param(120.0, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 )
 def test_an_engine_that_behaves_is_served_beside_a_process_that_does_not(directory, seconds):
     with contextlib.ExitStack() as stack:
