@@ -43,7 +43,10 @@ NUM_LANES = 2
 _THREADS_MAX = 32  # sources or lanes that run at once; the others wait for their turn
 
 _AHEAD_BYTES = 4 * 2**20
-"""Blocks of an order that get slots ahead: few enough for a slow link within `call_timeout_s`."""
+_UNKNOWN_BYTES_PER_S, _MEASURED_BYTES = 2**20, 2**18
+_AHEAD_SHARE = 0.25
+"""Blocks of an order get slots ahead up to so many bytes, and no more of them than a source sent in
+this share of the time lately: they come all together, or not at all. One always does."""
 _LOCK_WAIT_S = 0.5
 _MARGIN_S = 0.1
 """A source gives up this much earlier than the asker, so that its reason arrives."""
@@ -73,6 +76,8 @@ class Fetches:
             for name, one in transports.items()
         }
         self._lock = threading.Lock()
+        self._rates: dict[str, float] = {}
+        """Source -> bytes a second of its last fetch, small ones apart, unless one failed since."""
         self.num_bytes = 0
         self.num_blocks = 0
         self.num_corrupt = 0
@@ -100,7 +105,7 @@ class Fetches:
     def _fetch_from(
         self, sources: Mapping[str, Source], order: FetchOrder, deadline: float
     ) -> None:
-        self._reserve_ahead(order, sources)
+        self._reserve_ahead(order, sources, deadline - time.monotonic())
         _at_once([partial(self._begin, one, order, deadline) for one in sources.values()])
         self._reserve(order, sources)
         _at_once(
@@ -112,15 +117,23 @@ class Fetches:
             ]
         )
 
-    def _reserve_ahead(self, order: FetchOrder, sources: Mapping[str, Source]) -> None:
+    def _reserve_ahead(
+        self, order: FetchOrder, sources: Mapping[str, Source], seconds: float
+    ) -> None:
         """Reserve slots for the first blocks, as the order expects them to be."""
+        rates = {name: self._rates.get(name, _UNKNOWN_BYTES_PER_S) for name in sources}
         left_bytes = _AHEAD_BYTES
+        in_time = {name: _AHEAD_SHARE * seconds * rate for name, rate in rates.items()}
         for index, span in enumerate(order.spans):
             source = sources.get(span.source)
             if source is None or index not in source.spans or not span.block_bytes:
                 continue
-            keys = split_keys(span.keys)[: left_bytes // span.block_bytes]
+            count = max(0, int(min(left_bytes, in_time[span.source]))) // span.block_bytes
+            if not source.ahead and span.block_bytes <= left_bytes:
+                count = max(1, count)
+            keys = split_keys(span.keys)[:count]
             left_bytes -= len(keys) * span.block_bytes
+            in_time[span.source] -= len(keys) * span.block_bytes
             with suppress(KVRayError):  # the source's answer says how they really are
                 if keys and (made := self._slots_for(span, keys, 0, span.block_bytes)) is not None:
                     source.ahead[index] = made
@@ -347,6 +360,11 @@ class Fetches:
 
     def _finish(self, source: Source) -> None:
         """Free the slots that were not filled, end the read lease, and note the link's result."""
+        report = source.report()
+        if report.error:
+            self._rates.pop(source.name, None)
+        elif report.num_bytes >= _MEASURED_BYTES and report.seconds:
+            self._rates[source.name] = report.num_bytes / report.seconds
         self._abort(source.pieces)
         for one in source.ahead.values():
             self._arena.abort(one)

@@ -216,6 +216,26 @@ def test_what_is_beyond_the_first_piece_comes_after_it(source, target, keys, cal
     assert calls == ["lease", "send", "release"]
 
 
+def test_of_a_source_not_known_to_be_fast_few_blocks_are_asked_for_at_once(
+    source, target, keys, calls, monkeypatch
+):
+    monkeypatch.setattr("kvray.actors.mover.fetches._UNKNOWN_BYTES_PER_S", 1.0)
+    monkeypatch.setattr("kvray.actors.mover.fetches._MEASURED_BYTES", 1)
+    assert target.fetch(span("a", keys, **EXPECTED)).here == (10,)
+    assert calls == ["lease", "send", "release"], "one block came with the lease"
+    others = chain(10, seed="others")
+    store(source.arena, others)
+    assert target.fetch(span("a", others, **EXPECTED)).here == (10,)
+    assert calls[3:] == ["lease"], "it was fast"
+    with monkeypatch.context() as late:
+        late.setattr(source.mover._attached.read_leases, "_leases_max", 0)
+        assert target.fetch(span("a", chain(1, seed="no"), **EXPECTED)).sources["a"].error
+    third = chain(10, seed="third")
+    store(source.arena, third)
+    assert target.fetch(span("a", third, **EXPECTED)).here == (10,)
+    assert calls[-3:] == ["lease", "send", "release"], "after a failure nobody knows"
+
+
 def test_a_source_that_refuses_a_lease_has_sent_nothing(source, target, keys, monkeypatch):
     monkeypatch.setattr(source.mover._attached.read_leases, "_leases_max", 0)
     report = target.fetch(span("a", keys, **EXPECTED))
