@@ -1,14 +1,15 @@
-"""Runs an engine's server and ends it with this process's parent: `python -m ... COMMAND...`.
+"""Runs an engine's server and ends it with this process's parent: `python -m ... DIR COMMAND...`.
 
 The parent holds the other end of stdin. When that closes, however the parent ended, the server and
-all that it has started end too. The exit status is the server's. If this process is killed itself,
-the kernel tells the server to end.
+all that it has started end too, and DIR goes. The exit status is the server's. If this process is
+killed itself, the kernel tells the server to end.
 """
 
 import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,8 +25,11 @@ _TRACKERS_S = 5.0
 """How long Python's resource trackers may take to remove what the others have left in /dev/shm."""
 
 
-def keep(command: Sequence[str]) -> int:
-    """Run `command` until it ends, or the parent is gone; return its exit status, as shells do."""
+def keep(directory: str, command: Sequence[str]) -> int:
+    """Run `command` until it ends, or the parent is gone; return its exit status, as shells do.
+
+    `directory` has its files, and is removed at the end.
+    """
     # Ctrl-C reaches the whole foreground group; the parent decides what becomes of the server.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process = subprocess.Popen(
@@ -40,6 +44,7 @@ def keep(command: Sequence[str]) -> int:
         os.kill(process.pid, signal.SIGTERM)
         _wait(server, timeout_s=_GRACE_S)
     _end_session(process.pid)
+    shutil.rmtree(directory, ignore_errors=True)
     status = process.wait()
     return status if status >= 0 else 128 - status
 
@@ -73,4 +78,4 @@ def _end_session(session: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(keep(sys.argv[1:]))
+    sys.exit(keep(sys.argv[1], sys.argv[2:]))

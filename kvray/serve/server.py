@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -114,11 +115,11 @@ class EngineServer:
         with socket.create_server((HOST, 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://{HOST}:{port}"
-        self._directory = tempfile.TemporaryDirectory(prefix="kvray-serve-")
-        command = command_of(settings, port, Path(self._directory.name))
+        self._directory = tempfile.mkdtemp(prefix="kvray-serve-")
+        command = command_of(settings, port, Path(self._directory))
         self._log = tempfile.TemporaryFile() if log is None else log.open("a+b")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvray.serve.keeper", *command],
+            [sys.executable, "-m", "kvray.serve.keeper", self._directory, *command],
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -168,7 +169,7 @@ class EngineServer:
                 self._process.kill()
                 self._process.wait()
             self._log.close()
-            self._directory.cleanup()
+            shutil.rmtree(self._directory, ignore_errors=True)  # if its keeper was killed
 
     def _failure(self, what: str) -> KVRayError:
         return KVRayError(f"The engine {self.name} {what}. {last_words(self._log)}".strip())

@@ -105,12 +105,18 @@ time.sleep(600)
 """
 
 
-KEEP = "import kvray.serve.keeper as k, sys; k._GRACE_S = 0.5; sys.exit(k.keep(sys.argv[1:]))"
+KEEPER = [sys.executable, "-m", "kvray.serve.keeper", "/nowhere"]
+KEEP = (
+    "import sys, kvray.serve.keeper as k; k._GRACE_S = 0.5;"
+    " sys.exit(k.keep(sys.argv[1], sys.argv[2:]))"
+)
 
 
 def test_a_server_ends_with_its_parent_and_all_that_it_started_with_it(tmp_path):
     is_up = tmp_path / "up"
-    command = [sys.executable, "-c", KEEP, sys.executable, "-c", SPAWNS, str(is_up)]
+    left = tmp_path / "files"
+    left.mkdir()
+    command = [sys.executable, "-c", KEEP, str(left), sys.executable, "-c", SPAWNS, str(is_up)]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as keeper:
         wait_for(is_up.exists, "the server")
         below = psutil.Process(keeper.pid).children(recursive=True)
@@ -120,12 +126,13 @@ def test_a_server_ends_with_its_parent_and_all_that_it_started_with_it(tmp_path)
         assert keeper.wait(60) == 128 + signal.SIGKILL, "it ignored the milder signal"
         gone, alive = psutil.wait_procs(below, timeout=20)
         assert (len(gone), alive) == (2, [])
+    assert not left.exists()
 
 
 def test_a_server_that_ends_by_itself_leaves_none_of_its_own(tmp_path):
     is_up = tmp_path / "up"
     code = SPAWNS.replace("time.sleep(600)\n", "time.sleep(2)\n")
-    command = [sys.executable, "-m", "kvray.serve.keeper", sys.executable, "-c", code, str(is_up)]
+    command = [*KEEPER, sys.executable, "-c", code, str(is_up)]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as keeper:
         wait_for(is_up.exists, "the server")
         below = psutil.Process(keeper.pid).children(recursive=True)
@@ -137,7 +144,7 @@ def test_a_server_that_ends_by_itself_leaves_none_of_its_own(tmp_path):
 def test_a_server_ends_with_its_keeper(tmp_path):
     is_up = tmp_path / "up"
     code = "import sys, time; open(sys.argv[1], 'w').close(); time.sleep(600)"
-    command = [sys.executable, "-m", "kvray.serve.keeper", sys.executable, "-c", code, str(is_up)]
+    command = [*KEEPER, sys.executable, "-c", code, str(is_up)]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as keeper:
         wait_for(is_up.exists, "the server")
         below = psutil.Process(keeper.pid).children(recursive=True)
@@ -157,8 +164,7 @@ time.sleep(600)
 
 
 def test_shared_memory_of_a_server_that_is_killed_is_removed(tmp_path):
-    command = [sys.executable, "-m", "kvray.serve.keeper"]
-    command += [sys.executable, "-c", LEAVES, str(tmp_path)]
+    command = [*KEEPER, sys.executable, "-c", LEAVES, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as keeper:
         wait_for((tmp_path / "up").exists, "the server")
         left = Path("/dev/shm") / (tmp_path / "named").read_text()
