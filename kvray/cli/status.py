@@ -391,7 +391,7 @@ _NAMES_MAX = 4
 def drain_sentence(shard: str, found: Mapping[str, Any]) -> str:
     """Return how far the drain of a shard is, as `kvray status` has it."""
     moved = f"{found['moved_blocks']:,} blocks ({format_size(found['moved_bytes'])}) are elsewhere"
-    left, size = format_size(found["left_bytes"]), found.get("behind_bytes", 0)
+    left, size = format_size(found["left_bytes"]), found["behind_bytes"]
     behind = f", and {format_size(size)} that others have no room for stay" if size else ""
     seconds = "" if found["seconds_left"] is None else f" within {found['seconds_left']:.0f} s"
     who = " and ".join(found["by"])

@@ -1,7 +1,6 @@
 """The transport between each two nodes, and its reason; for `kvray status` and `doctor`."""
 
 from collections.abc import Iterator, Sequence
-from statistics import median_high
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -49,15 +48,22 @@ def node_links(found: dict[str, Any]) -> list[NodeLink]:
 
 def slow_nodes(links: Sequence[NodeLink]) -> Iterator[tuple[str, str]]:
     """Yield each node that is far slower than the others, and in what: to give, or to get."""
-    known = [link for link in links if link.bytes_per_s]
+    rates = sorted(link.bytes_per_s for link in links if link.bytes_per_s)
     for place, does in ((0, "gives its blocks"), (1, "gets blocks")):
-        for node in dict.fromkeys(str(link[place]) for link in known):
-            its = [link.bytes_per_s or 0.0 for link in known if link[place] == node]
-            others = [link.bytes_per_s or 0.0 for link in known if link[place] != node]
-            if others and max(its) * _SLOW < (typical := median_high(others)):
+        its: dict[str, list[float]] = {}
+        for link in links:
+            if link.bytes_per_s:
+                its.setdefault(str(link[place]), []).append(link.bytes_per_s)
+        for node, own in its.items():
+            num_others = len(rates) - len(own)
+            if not num_others:
+                continue
+            # If all of its own are slower, it is the median of the others.
+            typical = rates[-(num_others - num_others // 2)]
+            if max(own) * _SLOW < typical:
                 yield (
                     node,
-                    f"{does} at {rate_text(max(its))} at most, others at {rate_text(typical)}",
+                    f"{does} at {rate_text(max(own))} at most, others at {rate_text(typical)}",
                 )
 
 

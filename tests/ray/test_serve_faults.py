@@ -146,16 +146,18 @@ def test_a_replica_that_stands_still_in_mid_answer_breaks_nothing_off(served, al
     assert sorted(replicas) == served.connected(), "nobody was replaced"
 
 
-@pytest.mark.parametrize("what", ["replica", "keeper", "engine"])
+_ABOVE = ["engine", "keeper", "replica"]
+"""An engine's process, and those above it."""
+
+
+@pytest.mark.parametrize("what", _ABOVE)
 def test_a_death_breaks_off_the_answers_of_that_engine_and_no_others(served, alone, what):
     found = served.engines_by_name(NUM_ENGINES)
     engines = dict(found)
-    above = {"engine": lambda one: one, "keeper": psutil.Process.parent}
-    above["replica"] = lambda one: one.parents()[1]
     with crowd_of(served, NUM_CLIENTS, seed=3) as crowd:
         crowd.wait_for_answers(SOME)
         victim = crowd.find_busy()
-        above[what](engines[victim]).kill()
+        [engines[victim], *engines[victim].parents()][_ABOVE.index(what)].kill()
         crowd.wait_for_answers(SOME)
         wait_for(lambda: victim not in served.connected(), "the victim's end")
         wait_until_whole(served)

@@ -121,9 +121,11 @@ class Fetches:
         self, order: FetchOrder, sources: Mapping[str, Source], seconds: float
     ) -> None:
         """Reserve slots for the first blocks, as the order expects them to be."""
-        rates = {name: self._rates.get(name, _UNKNOWN_BYTES_PER_S) for name in sources}
         left_bytes = _AHEAD_BYTES
-        in_time = {name: _AHEAD_SHARE * seconds * rate for name, rate in rates.items()}
+        in_time = {
+            name: _AHEAD_SHARE * seconds * self._rates.get(name, _UNKNOWN_BYTES_PER_S)
+            for name in sources
+        }
         for index, span in enumerate(order.spans):
             source = sources.get(span.source)
             if source is None or index not in source.spans or not span.block_bytes:

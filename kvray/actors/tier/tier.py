@@ -139,12 +139,14 @@ def status(*, timeout_s: float) -> dict[str, Any]:
 
 def _first_tokens(cluster_name: str, timeout_s: float) -> dict[str, float]:
     """Return what the routers of all deployments know; nothing of those that do not answer."""
-    found: list[float] = []
+    asked: dict[str, Any] = {}
+    namespace = routes_namespace(cluster_name)
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == routes_namespace(cluster_name):
+        if actor["namespace"] == namespace:
             with suppress(RayError, ValueError):  # it has ended since
-                known = ray.get_actor(actor["name"], actor["namespace"])
-                found += ray.get(known.first_tokens.remote(), timeout=timeout_s)
+                asked[actor["name"]] = ray.get_actor(actor["name"], namespace).first_tokens
+    answers = calls.ask_all(asked, timeout_s).values()
+    found = [one for told in answers if not isinstance(told, KVRayError) for one in told]
     if not found:
         return {}
     found.sort()
