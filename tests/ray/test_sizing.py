@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 CAPACITY_MIB = 24
 NUM_PROMPTS = 900
+PROMPTS_PER_S = 5.0
+"""So few that blocks stay for longer than four seconds, below which the policy knows no ages."""
 SLACK = 0.03
 """Beside the error that is said: what counts as not sure."""
 
@@ -37,7 +40,9 @@ def run(machine: Machine, name: str, capacity_mib: int) -> tuple[float, dict[str
     with open_tier(machine, name, settings) as tier, open_sharing(tier, num_blocks=64) as sharing:
 
         def ask(count: int) -> None:
-            for _ in range(count):
+            begun = time.monotonic()
+            for number in range(count):
+                time.sleep(max(0.0, begun + number / PROMPTS_PER_S - time.monotonic()))
                 head = heads[int(len(heads) * chance.random() ** 2)]
                 tail = [chance.randrange(3, 250) for _ in range(64)]
                 replica = chance.choice([sharing.first, sharing.second])
