@@ -17,6 +17,7 @@ from kvray.engine.rank import RankWorker
 from kvray.engine.request import Identity, PassReport, Prompt
 from kvray.engine.shared_state import shared_state_for
 from kvray.store import Arena
+from tests.waiting import wait_for
 
 BLOCK = 4
 NUM_BLOCKS = 64
@@ -130,6 +131,8 @@ class Apart:
         self.compute(tokens, blocks)
         self.rank.end(None)
         assert not self.leader.finish(number)
+        # The pass ends when its pages were read; blocks are in the arena only after that.
+        wait_for(lambda: number not in self.rank.shared.pending_reads, "the saves")
         return hit
 
     def check(self, tokens: list[int], blocks: list[int], hit: int) -> None:

@@ -97,8 +97,8 @@ def test_what_one_size_has_stored_another_loads(on_device, make_engine, stored, 
 
 
 @typed
-def test_what_was_loaded_is_stored_in_the_engine_s_own_way(make_engine):
-    make_engine(shape=HEADS).serve(PROMPT)
+def test_what_was_loaded_is_stored_in_the_engine_s_own_way(make_engine, stored):
+    stored(shape=HEADS)
     middle = make_engine(shape=HEADS, num_ranks=2)
     longer = [*PROMPT, *range(20)]
     assert middle.serve(longer).num_hit == 40
@@ -202,7 +202,7 @@ def test_a_latent_cache_is_shared_by_all_sizes(make_engine):
 
 
 @on("feature_branch")
-def test_a_cache_without_a_dtype_is_not_cut(make_engine):
-    make_engine(shape=HEADS).serve(PROMPT)
+def test_a_cache_without_a_dtype_is_not_cut(make_engine, stored):
+    stored(shape=HEADS)
     assert make_engine(shape=HEADS).serve(PROMPT).num_hit == HIT
     assert make_engine(shape=HEADS, num_ranks=2).serve(PROMPT).num_hit == 0

@@ -101,7 +101,7 @@ def window_with(shard: Shard, num_prompts: int) -> Window:
 
 def test_prompts_reach_the_shard_with_their_keys_when_they_end(running_shard, before, pair):
     prompt = new_prompt()
-    pair.serve(Request(1, prompt))
+    pair.store(prompt)
     pair.serve(Request(2, prompt[: 4 * BLOCK]))
     trace = (window := window_with(running_shard, before + 2)).trace
     first, second = (
