@@ -13,7 +13,7 @@ from kvray.console.interrupts import Interrupts, masked
 from kvray.console.options import AddressOption, ConfigOption, flag, option
 from kvray.console.output import empty_table, printer
 from kvray.console.progress import LaunchProgress
-from kvray.errors import CapacityError, ConfigError, ShardUnavailable
+from kvray.errors import ConfigError, ShardUnavailable
 
 if TYPE_CHECKING:
     from kvray.actors.tier.launch import Launch
@@ -131,7 +131,10 @@ def _show_plan(settings: KVRayConfig, rollout: "Rollout") -> None:
 
 
 def _show_memory(console: Console, settings: KVRayConfig) -> None:
-    """Print what a new arena leaves of this node's memory, and the line that starts Ray so."""
+    """Print what a new arena leaves of this node's memory, and the line that starts Ray so.
+
+    CapacityError, ConfigError: it leaves too little, or cannot be there.
+    """
     from kvray.actors.tier.ray_node import OBJECT_STORE_BYTES
     from kvray.store import ArenaSpec
     from kvray.store.arena.file import ARENA_FILE, needed_bytes, require_room
@@ -155,8 +158,6 @@ def _show_memory(console: Console, settings: KVRayConfig) -> None:
         require_room(place, spec)
     except OSError as error:
         console.print(f"{error.filename} cannot be looked at ({error.strerror}).")
-    except (CapacityError, ConfigError) as error:
-        console.print(str(error))
     else:
         if not is_local:
             address, shard = settings.ray.address or "", settings.shard

@@ -231,9 +231,9 @@ def test_arena_that_cannot_fit_is_refused_before_a_ray_is_started(run_kvray, sho
 
 def test_plan_says_that_an_arena_cannot_fit_and_which_would(run_kvray):
     done = run_kvray("up", "--plan", KVRAY_ARENA__CAPACITY="100TiB")
-    assert done.returncode == 0
+    assert done.returncode == 2
     assert "is missing" in done.stdout
-    assert "lower arena.capacity" in done.stdout
+    assert "lower arena.capacity" in done.stderr
 
 
 def test_plan_before_ray_is_started_says_how_to_start_it(run_kvray, closed_port):
