@@ -153,8 +153,7 @@ class Client:
             shards = set(call(lookup.replica, replica, timeout_s=self._timeout_s).values())
             if not shards:
                 raise ConfigError(
-                    f"No replica {replica!r:.80} has registered; `kvray status` shows those that"
-                    " have."
+                    f"No replica {replica!r:.80} has registered; `kvray ls` shows those that have."
                 )
             methods = {shard: get_actor(shard).prefetch for shard in shards}
             answers = ask_all(methods, self._timeout_s, *prompt, traceparent())

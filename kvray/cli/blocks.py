@@ -101,7 +101,7 @@ def prefetch(
             " space; - is stdin.",
         ),
     ],
-    replica: Annotated[str, typer.Option(help="Name of the replica in `kvray status`.")],
+    replica: Annotated[str, typer.Option(help="Name of the replica in `kvray ls`.")],
     salt: Annotated[str | None, typer.Option(help="The request's cache salt.")] = None,
     lora: Annotated[
         str | None, typer.Option(help="Path of the request's LoRA adapter on the nodes.")

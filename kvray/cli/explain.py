@@ -38,7 +38,7 @@ def explain(
     ] = None,
     last: Annotated[bool, flag("--last", "Explain the latest request, or the latest N.")] = False,
     replica: Annotated[
-        str | None, typer.Option(help="Only this replica, named as in `kvray status`.")
+        str | None, typer.Option(help="Only this replica, named as in `kvray ls`.")
     ] = None,
     node: Annotated[
         str | None, typer.Option(help="Only requests of this node: a host name, an IP or an id.")
@@ -158,8 +158,8 @@ REASONS: dict[str, Reason] = {
     "too_slow": Reason(
         "the blocks were elsewhere and did not arrive within connector.stage_wait_s; the next"
         " request finds them",
-        "Use Client.prefetch in the router, or raise connector.stage_wait_s; `kvray status` shows"
-        " how fast blocks arrive.",
+        "Use Client.prefetch in the router, or raise connector.stage_wait_s; `kvray status --wide`"
+        " shows how fast blocks arrive.",
     ),
     "cheaper_to_recompute": Reason(
         "fetching the blocks would have taken longer than computing them",

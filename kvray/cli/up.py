@@ -200,7 +200,7 @@ def down(
         bool,
         flag(
             "--flush/--no-flush",
-            "First write blocks that are only in memory to the NVMe tier, the latest used"
+            "First write blocks that are only in memory to the NVMe tier, the most wanted"
             " first, for at most nvme.flush_s.",
         ),
     ] = True,

@@ -199,7 +199,7 @@ class SecurityConfig(_Section):
     """Who may do what; see docs/security.md."""
 
     auth_token_file: AbsolutePath | None = None
-    """file with the token that clearing and ending the tier ask for; none: no token"""
+    """file with the token that changing and ending the tier ask for; none: no token"""
     tenant_secret_file: AbsolutePath | None = None
     """file, on every node, with the secret that keeps tenants apart; none: no tenants"""
     tenant_quota: Size | None = None

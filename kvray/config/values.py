@@ -43,8 +43,7 @@ def parse_namespace(value: object) -> str:
     if isinstance(value, str) and re.fullmatch(r"[0-9A-Fa-f]{1,64}", value):
         return value.lower()
     raise ValueError(
-        f"{shown(value)} names no namespace; write the hex digits that `kvray status` shows, in"
-        " quotes"
+        f"{shown(value)} names no namespace; write the hex digits that `kvray ls` shows, in quotes"
     )
 
 

@@ -46,7 +46,7 @@ AddressOption = Annotated[
     option(
         "HOST:PORT",
         "A running Ray cluster.",
-        default="ray.address, then RAY_ADDRESS, then the Ray of this machine",
+        default="ray.address, then RAY_ADDRESS, then a Ray of kvray's own",
     ),
 ]
 

@@ -173,7 +173,7 @@ class Surveys:
             self._has_said = True
             _log.warning(
                 "The tier %r knows none of the replicas %s: requests go to the shorter queue. Give"
-                " them these names in connector.replica; `kvray status` shows those it knows.",
+                " them these names in connector.replica; `kvray ls` shows those it knows.",
                 self._cluster_name,
                 ", ".join(replicas[:3]),
             )

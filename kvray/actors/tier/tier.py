@@ -224,8 +224,7 @@ def set_weights_version(
     found = {rank: ranks for answer in _all(answers) for rank, ranks in answer.items()}
     if not found:
         raise ConfigError(
-            f"No engine of a replica {replica!r:.80} is connected; `kvray status` shows those that"
-            " are."
+            f"No engine of a replica {replica!r:.80} is connected; `kvray ls` shows those that are."
         )
     num_ranks = max(found.values())
     if num_ranks > 1 and (missing := set(range(num_ranks)) - set(found)):

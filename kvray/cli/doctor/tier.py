@@ -197,8 +197,8 @@ def _missed(replicas: Sequence[Mapping[str, Any]], totals: Counter[str]) -> Iter
         yield hint(
             "namespaces",
             f"each of the {len(names)} replicas has its own namespace, so they share nothing",
-            "start them with the same model and engine arguments; `kvray status` shows the fields"
-            " that differ",
+            "start them with the same model and engine arguments; `kvray status --wide` shows the"
+            " fields that differ",
         )
     missed = [(name, count) for name, count in totals.most_common() if name.startswith(MISS_PREFIX)]
     least = max(1.0, _LITTLE * sum(count for _, count in missed))
