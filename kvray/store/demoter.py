@@ -45,6 +45,10 @@ _SAVE_S = 60.0  # how often the write budget's ledger is saved
 Progress = Callable[[int, int], None]  # called with bytes done and bytes in all
 
 
+Path = tuple[Array, Array]
+"""Slots from a block to one of its descendants, and the number of each slot's block."""
+
+
 @dataclass(slots=True)
 class DemotionCounts:
     """Counts of a demoter; read from any thread."""
@@ -199,30 +203,30 @@ class Demoter:
 
     # -- writing ------------------------------------------------------------------------------
 
-    def _by_batch(self, paths: Sequence[Array]) -> Iterator[list[Array]]:
+    def _by_batch(self, paths: Sequence[Path]) -> Iterator[list[Path]]:
         """Yield pieces of the paths, each list as much as is written at once."""
-        batch: list[Array] = []
+        batch: list[Path] = []
         left = self._batch_bytes
-        for path in paths:
+        for path, numbers in paths:
             size = int(self._arena.tables.block_bytes(path[:1])[0])
-            step = max(1, self._batch_bytes // size)
+            step = max(1, self._batch_bytes // max(1, size))
             for start in range(0, len(path), step):
-                batch.append(path[start : start + step])
-                left -= len(batch[-1]) * size
+                piece = slice(start, start + step)
+                batch.append((path[piece], numbers[piece]))
+                left -= len(path[piece]) * size
                 if left <= 0:
                     yield batch
                     batch, left = [], self._batch_bytes
         if batch:
             yield batch
 
-    def _write(self, paths: Sequence[Array]) -> int | None:
+    def _write(self, paths: Sequence[Path]) -> int | None:
         """Write blocks that are still the same.
 
         Returns how many are in the store now; None if the arena was busy: try again.
         """
         tables = self._arena.tables
-        numbers = [tables.slot_number[path] for path in paths]
-        held = self._arena.lease_slots(np.concatenate(paths))
+        held = self._arena.lease_slots(np.concatenate([path for path, _ in paths]))
         if held is None:
             return None
         try:
@@ -231,8 +235,8 @@ class Demoter:
             leased = self._arena.leased_slots(held)
             demotions: list[Demotion] = []
             try:
-                for path, number in zip(paths, numbers, strict=True):
-                    kept = np.isin(path, leased) & (tables.slot_number[path] == number)
+                for path, numbers in paths:
+                    kept = np.isin(path, leased) & (tables.slot_number[path] == numbers)
                     num_kept = len(path) if kept.all() else int(kept.argmin())
                     if num_kept:
                         demotions.append(self._reserve(path[:num_kept]))
@@ -290,13 +294,14 @@ class Demoter:
             self._unreleased.clear()
 
 
-def paths_to(tables: Tables, slots: Array, is_below: Callable[[Array], Array]) -> list[Array]:
+def paths_to(tables: Tables, slots: Array, is_below: Callable[[Array], Array]) -> list[Path]:
     """Return paths to write so that `slots` and all their ancestors are in the tier below.
 
-    Without the lock the result may be out of date. `is_below` masks the slots whose blocks the tier
-    below has. A path leads from a block to one of its descendants. The block before a path is
+    Without the lock the result may be out of date: a slot with another number has another block by
+    now. `is_below` masks the slots whose blocks the tier below has. The block before a path is
     below, in an earlier path, or there is none.
     """
+    number = tables.slot_number[tables.backed].copy()  # before what it says is looked at
     parent = tables.parents(tables.backed)
     wanted = np.zeros(len(parent), dtype=bool)
     level = slots
@@ -315,7 +320,8 @@ def paths_to(tables: Tables, slots: Array, is_below: Callable[[Array], Array]) -
         start = by_end.pop(before, slot)
         paths.setdefault(start, []).append(slot)
         by_end[slot] = start
-    return [np.array(path, dtype=np.int64) for path in paths.values()]
+    made = (np.array(path, dtype=np.int64) for path in paths.values())
+    return [(path, number[path]) for path in made]
 
 
 _PIECE_BYTES = 32 * 2**20

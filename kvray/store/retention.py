@@ -205,7 +205,8 @@ def hot_prefixes(
     beginning is one more if it is used more often than each of them. `key` are the first 8 hex
     digits of a prefix's last key; of `uses`, several within some 100 ms count once.
     """
-    slots = np.flatnonzero((tables.slot_state == READY) & (tables.slot_namespace == namespace))
+    slots = tables.slots_in(READY)
+    slots = slots[tables.slot_namespace[slots] == namespace]
     if not len(slots):
         return []
     slots = slots[tables.slot_part[slots] == tables.slot_part[slots].min()]

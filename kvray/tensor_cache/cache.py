@@ -56,6 +56,17 @@ _reported: set[tuple[Path, int, str]] = set()
 _making = threading.RLock()
 
 
+def _forget_instances() -> None:
+    """Forget the parent's caches after a fork: their threads are not here."""
+    global _making
+    _making = threading.RLock()
+    _instances.clear()
+    _reported.clear()
+
+
+os.register_at_fork(after_in_child=_forget_instances)
+
+
 class TensorCache:
     """KV tensors in the node's tier, found by their tokens; all methods from any thread.
 

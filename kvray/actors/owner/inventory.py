@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Literal
 
 from kvray.actors.owner.claim import Owner, owner_of
-from kvray.actors.owner.ownership import NOTE_FILE, OWNER_FILE, as_owner, is_own, remove_files
+from kvray.actors.owner.ownership import (
+    EVENTS_FILE,
+    NOTE_FILE,
+    OWNER_FILE,
+    as_owner,
+    is_own,
+    remove_files,
+)
 from kvray.config import format_size
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 from kvray.store import Arena
@@ -20,7 +27,10 @@ from kvray.wire import MOVER_SOCKET_FILE, SOCKET_FILE
 
 _PREFIX = "kvray-"
 _SOCKETS = (SOCKET_FILE, MOVER_SOCKET_FILE)
-_OUR_FILES = (ARENA_FILE, "arena.*.new", "lock.*", OWNER_FILE, NOTE_FILE, *_SOCKETS)
+_OUR_FILES = (
+    *(ARENA_FILE, "arena.*.new", "lock.*", OWNER_FILE, NOTE_FILE, f"{EVENTS_FILE}*"),
+    *_SOCKETS,
+)
 _NAMED_MAX = 3
 _ROWS_MAX = 4096
 """Rows that a holder table may have; a look at a lock takes about a microsecond."""

@@ -125,7 +125,8 @@ def _beyond(
         mine = np.flatnonzero(tables.slot_namespace.take(fit) == namespace)
         if not len(mine):
             continue
-        smallest = int(tables.block_bytes(fit[mine]).min())
+        # Without the lock a slab may have lost its blocks since.
+        smallest = max(1, int(tables.block_bytes(fit[mine]).min()))
         count = min(-(-num_bytes // smallest), len(mine) if most is None else most)
         victims = _first(tables, fit[mine], (ranks[mine], classes[mine]), count, protect)
         sums = np.cumsum(tables.block_bytes(victims))

@@ -11,8 +11,10 @@ for that where there is much to copy.
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -64,14 +66,8 @@ class Copier:
             _copy_all(copies)
             return
         first, last = _halves(copies)
-        second = None
-        with contextlib.suppress(RuntimeError):  # closed meanwhile
-            second = self._second.submit(_copy_all, last)
-        _copy_all(first)
-        if second is None or second.cancel():  # it is still at somebody else's
+        if not self._share(partial(_copy_all, first), partial(_copy_all, last)):
             _copy_all(last)
-        else:
-            second.result()
 
     def copy_and_sum(
         self, copies: Sequence[Copy], seeds: list[int], *, of_source: bool = False
@@ -86,15 +82,44 @@ class Copier:
         turns = iter(
             [(copy, at) for copy in copies for at in range(0, len(copy.source), _step(copy))]
         )
-        second = None
+        # What crosses: `turns`, of which each thread takes the next, and its own `checksums`.
+        take = partial(_take_turns, turns, seeds, checksums, of_source)
         if sum(copy.source.nbytes for copy in copies) >= _SHARED_BYTES and self._may_share():
-            # What crosses: `turns`, of which each thread takes the next, and its own `checksums`.
-            with contextlib.suppress(RuntimeError):  # closed meanwhile
-                second = self._second.submit(_take_turns, turns, seeds, checksums, of_source)
-        _take_turns(turns, seeds, checksums, of_source)
-        if second is not None and not second.cancel():  # it may be at its last piece
-            second.result()
+            self._share(take, take, turns)
+        else:
+            take()
         return np.array(checksums, dtype="<u8")
+
+    def _share(
+        self, own: Callable[[], None], other: Callable[[], None], turns: Iterable[object] = ()
+    ) -> bool:
+        """Do `own` here, and `other` in the second thread; False if that is still at another's.
+
+        Neither is under way when this ends, however it ends: after an exception, such as one that a
+        signal raises, the caller gives its slots to others. `turns` are what both take from.
+        """
+        at_work, is_over = threading.Lock(), False
+
+        def help_out() -> None:
+            with at_work:
+                if not is_over:
+                    other()
+
+        second: Future[None] | None = None
+        try:
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                second = self._second.submit(help_out)
+            own()
+            if second is None or second.cancel():
+                return False
+            second.result()
+            return True
+        except BaseException:
+            is_over = True
+            for _ in turns:
+                pass
+            with at_work:  # not `result`: the signal may have come before `second` had its value
+                raise
 
     def _may_share(self) -> bool:
         return len(os.sched_getaffinity(0)) > 1 and self._pid == os.getpid()

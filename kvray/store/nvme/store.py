@@ -199,14 +199,14 @@ class NvmeStore:
         """Return the counts."""
         with self.section():
             tables, files = self.tables, list(self._files.by_slab.values())
-            ready = tables.slot_state.reshape(self.geometry.num_slabs, -1) == READY
+            ready = self.geometry.by_slab(tables.slot_state == READY)
             strides = [
                 self.geometry.stride(size) if 0 < size < CLOSED else 0
                 for size in tables.slab_block_bytes.tolist()
             ]
             return NvmeStats(
                 blocks=int(np.count_nonzero(ready)),
-                block_bytes=int(ready.sum(axis=1) @ np.array(strides, dtype=np.int64)),
+                block_bytes=int(ready.sum(axis=(1, 2)) @ np.array(strides, dtype=np.int64)),
                 segments=len(files),
                 file_bytes=self._files.file_bytes,
                 segments_without_room=num_closed(tables),

@@ -22,7 +22,8 @@ KEYS_MAX, PROMPTS_MAX = 2**17, 2**14
 """Of a sample; with what a replay of it needs that takes some 40 MB."""
 _SLOTS_MIN = 64
 """Blocks that the node's memory has in the sample at least, unless it has fewer in fact."""
-_SPACES_MAX = 64
+_SPACES_MAX, _IDLE_PROMPTS = 64, 1024
+"""Another namespace takes the place of one of which nothing was among so many prompts."""
 _SLIDE = 4  # the part of a full sample that goes at once
 
 _SUMS = "blocks", "own", "hit", "disk", "remote", "tokens"
@@ -46,6 +47,7 @@ class _Space:
     block_bytes: int
     tokens_per_block: int
     sums: Array = field(default_factory=lambda: np.zeros(len(_SUMS)))
+    seen_at: int = 0  # prompts that had come when the last of its own did
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,6 +132,7 @@ class TrafficSample:
             self.num_lost += len(prompts.ages)
             return
         space, before = self._spaces[at], self._spaces[at].sums
+        space.seen_at = self.num_seen + self.num_lost
         grown = np.array([getattr(prompts, f"num_{name}") for name in _SUMS])
         space.sums = before + grown
         rows = np.zeros(len(prompts.ages), dtype=_ROW)
@@ -206,7 +209,10 @@ class TrafficSample:
         )
 
     def _enter(self, name: str, block_bytes: int, tokens_per_block: int) -> int | None:
-        """Return the place of a namespace; None: it is one too many."""
+        """Return the place of a namespace; None: there are too many at a time.
+
+        It may be that of one of which nothing has come for long.
+        """
         for at, space in enumerate(self._spaces):
             if space.name == name:
                 if space.block_bytes < block_bytes:  # another of its ranks has registered here
@@ -214,11 +220,17 @@ class TrafficSample:
                     space.block_bytes = block_bytes
                     self._widen(block_bytes)
                 return at
-        if len(self._spaces) == _SPACES_MAX:
-            return None
-        self._spaces.append(_Space(name, block_bytes, tokens_per_block))
+        at, made = len(self._spaces), _Space(name, block_bytes, tokens_per_block)
+        if at < _SPACES_MAX:
+            self._spaces.append(made)
+        else:
+            at = min(range(at), key=lambda one: self._spaces[one].seen_at)
+            if self.num_seen + self.num_lost < self._spaces[at].seen_at + _IDLE_PROMPTS:
+                return None
+            self._keep(self._rows[: self._num_rows]["space"] != at)
+            self._spaces[at] = made
         self._widen(block_bytes)
-        return len(self._spaces) - 1
+        return at
 
     def _widen(self, quantum: int) -> None:
         """Have a key stand for `quantum` bytes at least."""

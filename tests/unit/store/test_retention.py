@@ -1,6 +1,7 @@
 """What a shard knows of its blocks: which stay, which are copies, and why some have left."""
 
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -15,7 +16,27 @@ from kvray.store.block_history import AHEAD, CAUSES, CLEARED, HOST, NVME, WRITER
 from kvray.store.copies import FRESH_S, CopyMarks, are_extra
 from kvray.store.policy import POLICIES
 from kvray.store.retention import Retention, UseCounts, hot_prefixes
-from tests.unit.store.small_arena import SLOT, chain, make_tables, put, served, store, victims
+from tests.unit.store.small_arena import (
+    SLOT,
+    chain,
+    make_arena,
+    make_tables,
+    put,
+    served,
+    spec,
+    store,
+    victims,
+)
+
+
+def test_a_look_at_prefixes_takes_no_memory(directory, monkeypatch):
+    monkeypatch.setattr("kvray.store.arena.layout.FIRST_ROWS", 1)
+    with closing(make_arena(directory, asked=spec(num_slabs=40, slots_per_slab=256))) as arena:
+        file = directory / "arena"
+        before = file.stat().st_blocks
+        uses = UseCounts(arena.tables.geometry.num_slots)
+        assert hot_prefixes(arena.tables, uses, namespace=1, most=5, now=0.0) == []
+        assert file.stat().st_blocks == before
 
 
 def slots_of(arena: Arena, keys: list[BlockKey]) -> Array:

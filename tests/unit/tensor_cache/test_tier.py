@@ -21,6 +21,7 @@ from kvray.store import Arena
 from kvray.store.arena.layout import READY
 from kvray.store.arena.payload import slot_bytes
 from kvray.tensor_cache import TensorCache
+from kvray.tensor_cache import cache as cache_module
 from kvray.tensor_cache.cache import StoreQueue
 from tests.unit.node.conftest import in_a_fork
 from tests.unit.tensor_cache.conftest import MakeCache, start_shard
@@ -221,6 +222,24 @@ def test_a_forked_child_of_a_cache_is_told_to_make_its_own(stored):
 
     assert in_a_fork(use) == 0
     assert stored.lookup(TOKENS) == len(TOKENS)
+
+
+def test_a_child_that_was_forked_while_a_cache_was_made_makes_its_own():
+    is_held, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with cache_module._making:
+            is_held.set()
+            may_end.wait(HANG_S)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert is_held.wait(HANG_S)
+    try:
+        assert in_a_fork(lambda: int(not cache_module._making.acquire(blocking=False))) == 0
+    finally:
+        may_end.set()
+        holder.join()
 
 
 # -- full ---------------------------------------------------------------------------------------

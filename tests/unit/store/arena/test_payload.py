@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 
@@ -274,6 +275,54 @@ def test_copies_are_made_without_the_second_thread(copier, monkeypatch):
         target[:] = 0
         copy([Copy(0, target, source)])
         assert (target == source).all()
+
+
+class Signal(BaseException):
+    """Raised in the caller's thread, as by Ctrl-C."""
+
+
+@pytest.mark.parametrize("work", ["_copy_all", "_take_turns"])
+def test_after_a_signal_nothing_is_written_any_more(copier, monkeypatch, work):
+    monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)
+    real, is_at_it, threads = getattr(copier_module, work), threading.Event(), set()
+
+    def interrupted(*args: object) -> None:
+        threads.add(threading.get_ident())
+        if threading.current_thread() is threading.main_thread():
+            assert is_at_it.wait(HANG_S)
+            raise Signal
+        is_at_it.set()
+        time.sleep(0.05)  # it is still at its work when the signal comes
+        real(*args)
+
+    monkeypatch.setattr(copier_module, work, interrupted)
+    source = noise(8, 2**20)
+    target = np.zeros_like(source)
+    copies = [Copy(0, target, source)]
+    with pytest.raises(Signal):
+        copier.copy(copies) if work == "_copy_all" else copier.copy_and_sum(copies, list(range(8)))
+    left = target.copy()
+    copier.close()  # waits for the second thread
+    assert len(threads) == 2
+    assert (target == left).all()
+
+
+def test_after_a_signal_the_second_thread_does_not_begin(copier, monkeypatch):
+    monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)
+    busy, source = threading.Event(), noise(8, 2**20)
+    copier._second.submit(busy.wait, HANG_S)
+
+    def interrupted(*_: object) -> None:
+        raise Signal
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copier_module, "_copy_all", interrupted)
+        target = np.zeros_like(source)
+        with pytest.raises(Signal):
+            copier.copy([Copy(0, target, source)])
+    busy.set()
+    copier.close()
+    assert not target.any()
 
 
 @pytest.mark.parametrize("whole_bytes", [0, 2**40])

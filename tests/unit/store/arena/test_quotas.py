@@ -7,8 +7,9 @@ import pytest
 
 from kvray.errors import ConfigError
 from kvray.store import Arena, ArenaOwner
-from kvray.store.arena import owner, quotas
+from kvray.store.arena import eviction, owner, quotas, slots
 from kvray.store.arena.layout import DEFAULT_PRIORITY, QUOTAS_MAX
+from kvray.store.arena.tables import Array
 from tests.unit.store.small_arena import SLOT, chain, make_tables, num_here, put, reserve, store
 
 ABCD, ABEF = (int.from_bytes(bytes.fromhex(name), "little") for name in ("abcd0000", "abef0000"))
@@ -21,6 +22,18 @@ def test_every_namespace_takes_what_its_ready_blocks_have(tables):
     put(tables, chain(1, seed="none"))
     reserve(tables, chain(4, seed="under way"), namespace=1)
     assert quotas.used(tables) == {1: (3, 3 * SLOT), 2: (2, 4 * SLOT), 0: (1, SLOT)}
+
+
+def test_blocks_that_go_while_others_are_ranked_do_not_count(tables):
+    for number in range(2):
+        put(tables, chain(8, seed=str(number)), namespace=5)
+    quotas.set_quotas(tables, {"": SLOT})
+
+    def rank(found: Array) -> Array:
+        slots.evict(tables, found)  # by an engine: the owner ranks without the lock
+        return np.arange(len(found), dtype=float)
+
+    eviction.choose_beyond_quotas(tables, SLOT, rank)
 
 
 def test_many_namespaces_are_summed_up_as_few_are():

@@ -57,6 +57,13 @@ def test_another_size_takes_the_segments_that_nobody_uses(reopen):
     check_invariants(store.tables)
 
 
+def test_bytes_are_counted_by_the_size_of_each_block(reopen):
+    store = reopen(spec(segment=256 * SLOT))
+    demote(store, chain(16), block_bytes=SLOT)
+    demote(store, chain(8, seed="large"), block_bytes=4 * SLOT)
+    assert store.stats().block_bytes == 16 * SLOT + 8 * 4 * SLOT
+
+
 def test_files_stay_within_the_capacity(reopen, directory):
     asked = spec(num_segments=3)
     store = reopen(asked)

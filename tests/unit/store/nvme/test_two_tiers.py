@@ -282,6 +282,38 @@ def ancestry(tables: Tables, slot: int) -> list[int]:
     return line
 
 
+def test_slots_that_get_other_blocks_while_others_are_written_are_left_out(arena, below):
+    store(arena, chain(40))
+    demoter = demoter_of(arena, below)
+    write, others = demoter._write, [chain(2, seed=str(number)) for number in range(32)]
+
+    def write_once(paths: Any) -> int | None:
+        done = write(paths)
+        demoter._write = write  # type: ignore[method-assign]
+        ArenaOwner(arena).clear()
+        for number, keys in enumerate(others):
+            store(arena, keys, namespace=10 + number)
+        return done
+
+    demoter._write = write_once  # type: ignore[method-assign]
+    demoter.flush(until=FOREVER)
+    tables = below.tables
+    found = tables.slots_in(READY)
+    places = {key: at for keys in others for at, key in enumerate(keys)}
+    known = [slot for slot in found.tolist() if tables.slot_key[slot].tobytes() in places]
+    assert known
+    for slot in known:
+        assert tables.slot_depth[slot] == places[tables.slot_key[slot].tobytes()]
+
+
+def test_a_slab_that_empties_while_others_are_written_stops_nothing(arena, below):
+    store(arena, chain(40))
+    demoter = demoter_of(arena, below)
+    paths = paths_to(arena.tables, arena.tables.slots_in(READY), demoter._is_below)
+    ArenaOwner(arena).clear()
+    assert [demoter._write(batch) for batch in demoter._by_batch(paths)] == [0]
+
+
 @settings(max_examples=examples(150), derandomize=True)
 @given(st.integers(0, 10**6), st.data())
 def test_paths_bring_down_just_what_is_missing(seed, data):
@@ -295,7 +327,7 @@ def test_paths_bring_down_just_what_is_missing(seed, data):
     is_below = np.zeros(tables.geometry.num_slots, dtype=bool)
     is_below[list(below)] = True
     asked = np.array(wanted, dtype=np.int64)
-    found = [path.tolist() for path in paths_to(tables, asked, is_below.__getitem__)]
+    found = [path.tolist() for path, _ in paths_to(tables, asked, is_below.__getitem__)]
 
     expected = set()
     for slot in wanted:

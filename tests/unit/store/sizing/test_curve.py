@@ -229,6 +229,18 @@ def test_of_too_many_namespaces_the_last_are_counted_as_lost():
     assert len(sample.window().spaces) == 64
 
 
+def test_a_namespace_of_which_nothing_comes_any_more_makes_room_for_another():
+    sample = TrafficSample(1000)
+    for at in range(64):
+        sample.add(f"{at}", sampled([PATH]), **SIZES, now=float(at))
+    for at in range(1100):
+        sample.add("new", sampled([PATH]), **SIZES, now=100.0 + at)
+    assert 900 < sample.num_lost < 1024
+    window = sample.window()
+    assert [space.name for space in window.spaces] == ["new", *(f"{at}" for at in range(1, 64))]
+    assert (window.space_of == 0).sum() == 1100 - sample.num_lost
+
+
 reports = st.tuples(
     st.integers(0, 3),  # the namespace
     st.integers(1, 5000),  # bytes of its blocks
