@@ -193,7 +193,7 @@ class Wire:
                 self.is_ready = True
             case b"ERROR":
                 raise TransferError("The peer refuses the connection.")
-            case b"PING":
+            case b"PING" if len(self._out) < _BUFFERS_MAX:
                 self._send_frame(_COMMAND, b"\x04PONG" + rest[2:18])
             case b"SUBSCRIBE":
                 return [[b"\x01" + rest]]

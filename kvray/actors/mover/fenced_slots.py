@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvray.errors import CapacityError, LeaseExpired, TransportUnavailable
@@ -33,13 +33,15 @@ class FencedSlots:
         self._num_transfers = 0
         self._fenced: list[tuple[Reservation, float]] = []
         """With the time since when each is fenced."""
+        self._late: list[Reservation] = []
+        """To be given back, but for an arena that was busy."""
         self.num_slots_total = 0
 
     @property
     def num_slots(self) -> int:
-        """Slots that are fenced now."""
+        """Slots that are fenced now, or wait for a busy arena."""
         with self._lock:
-            return sum(len(reservation.slots) for reservation, _ in self._fenced)
+            return sum(len(one.slots) for one in (*self._late, *(one for one, _ in self._fenced)))
 
     def target(self) -> tuple[int, bytes]:
         """Return incarnation and address to send to; TransportUnavailable if there is none now."""
@@ -57,14 +59,14 @@ class FencedSlots:
             is_current = incarnation == self.incarnation
             self._num_transfers += is_current
         if not is_current:
-            self._abort(reservations)
+            self.give_back(*reservations)
             raise TransportUnavailable(
                 f"The transport {self._transport.name} was renewed meanwhile; ask again."
             )
         try:
             yield
         except _NOTHING_SENT:
-            self._abort(reservations)
+            self.give_back(*reservations)
             raise
         except BaseException:
             for one in reservations:
@@ -75,9 +77,13 @@ class FencedSlots:
                 if incarnation == self.incarnation:
                     self._num_transfers -= 1
 
-    def _abort(self, reservations: Sequence[Reservation]) -> None:
-        for one in reservations:
-            self._arena.abort(one)
+    def give_back(self, *reservations: Reservation) -> None:
+        """Abort slots that nothing writes; those of a busy arena when `settle` comes."""
+        for at, one in enumerate(reservations):
+            if not self._arena.abort(one):
+                with self._lock:
+                    self._late += reservations[at:]
+                return
 
     def add(self, reservation: Reservation, incarnation: int) -> None:
         """Fence the slots of a failed transfer, or abort them once nothing can write them."""
@@ -87,13 +93,16 @@ class FencedSlots:
                     self.num_slots_total += len(reservation.slots)
                     self._fenced.append((reservation, time.monotonic()))
                     return
-        self._arena.abort(reservation)
+        self.give_back(reservation)
 
     def settle(self) -> None:
         """Renew the transport's end if slots are fenced, and free them.
 
         It waits while other transfers are under way, but no longer than `PATIENCE_S`.
         """
+        with self._lock:
+            late, self._late = self._late, []
+        self.give_back(*late)
         with self._renewing:
             with self._lock:
                 if not self._fenced:
@@ -109,7 +118,4 @@ class FencedSlots:
                 self.incarnation += 1
                 self._num_transfers = 0
                 freed, self._fenced = self._fenced, []
-        for one in freed:
-            if not self._arena.abort(one[0]):
-                with self._lock:
-                    self._fenced.append(one)
+        self.give_back(*(one for one, _ in freed))

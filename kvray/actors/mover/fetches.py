@@ -46,7 +46,8 @@ _AHEAD_BYTES = 4 * 2**20
 _UNKNOWN_BYTES_PER_S, _MEASURED_BYTES = 2**20, 2**18
 _AHEAD_SHARE = 0.25
 """Blocks of an order get slots ahead up to so many bytes, and no more of them than a source sent in
-this share of the time lately: they come all together, or not at all. One always does."""
+this share of a call's time lately: they come all together, or not at all. Of a source that was
+never asked one does, whatever its size."""
 _LOCK_WAIT_S = 0.5
 _MARGIN_S = 0.1
 """A source gives up this much earlier than the asker, so that its reason arrives."""
@@ -77,7 +78,7 @@ class Fetches:
         }
         self._lock = threading.Lock()
         self._rates: dict[str, float] = {}
-        """Source -> bytes a second of its last fetch, small ones apart, unless one failed since."""
+        """Source -> bytes a second of its last fetch, small ones apart; 0: it failed."""
         self.num_bytes = 0
         self.num_blocks = 0
         self.num_corrupt = 0
@@ -105,7 +106,8 @@ class Fetches:
     def _fetch_from(
         self, sources: Mapping[str, Source], order: FetchOrder, deadline: float
     ) -> None:
-        self._reserve_ahead(order, sources, deadline - time.monotonic())
+        seconds = min(deadline - time.monotonic(), self._settings.call_timeout_s)
+        self._reserve_ahead(order, sources, seconds)
         _at_once([partial(self._begin, one, order, deadline) for one in sources.values()])
         self._reserve(order, sources)
         _at_once(
@@ -121,7 +123,7 @@ class Fetches:
         self, order: FetchOrder, sources: Mapping[str, Source], seconds: float
     ) -> None:
         """Reserve slots for the first blocks, as the order expects them to be."""
-        left_bytes = _AHEAD_BYTES
+        left_bytes = _AHEAD_BYTES if self._fenced else 0
         in_time = {
             name: _AHEAD_SHARE * seconds * self._rates.get(name, _UNKNOWN_BYTES_PER_S)
             for name in sources
@@ -131,7 +133,8 @@ class Fetches:
             if source is None or index not in source.spans or not span.block_bytes:
                 continue
             count = max(0, int(min(left_bytes, in_time[span.source]))) // span.block_bytes
-            if not source.ahead and span.block_bytes <= left_bytes:
+            is_known = span.source in self._rates or source.ahead
+            if not is_known and span.block_bytes <= left_bytes:
                 count = max(1, count)
             keys = split_keys(span.keys)[:count]
             left_bytes -= len(keys) * span.block_bytes
@@ -157,14 +160,6 @@ class Fetches:
         best = next(iter(addresses))
         spans = [order.spans[index] for index in source.spans]
         ahead = [source.ahead.get(index) for index in source.spans]
-        timeout_s = _left(deadline, self._settings.call_timeout_s)
-        request = LeaseRequest(
-            groups=tuple(map(self._group, spans, ahead)),
-            lease_s=self._settings.lease_s,
-            addresses=addresses,
-            timeout_s=max(timeout_s - _MARGIN_S, timeout_s / 2),
-            is_use=order.purpose == "prompt",
-        )
         num_bytes = sum(
             span.block_bytes * len(made.slots)
             for span, made in zip(spans, ahead, strict=True)
@@ -172,6 +167,14 @@ class Fetches:
         )
         self._in_flight[best].enter(num_bytes, deadline)
         try:
+            timeout_s = _left(deadline, self._settings.call_timeout_s)
+            request = LeaseRequest(
+                groups=tuple(map(self._group, spans, ahead)),
+                lease_s=self._settings.lease_s,
+                addresses=addresses,
+                timeout_s=max(timeout_s - _MARGIN_S, timeout_s / 2),
+                is_use=order.purpose == "prompt",
+            )
             slots, source.ahead = tuple(source.ahead.values()), {}
             with self._receiving(source, best, *slots):
                 lease = self._links.mover(source.name).lease(request, timeout_s=timeout_s)
@@ -187,7 +190,7 @@ class Fetches:
         source.lease = lease
         source.pace = Pace(most_bytes=self._transports[lease.transport].piece_bytes)
         for piece, unsent in pieces:
-            self._arena.abort(unsent)
+            self._give_back(unsent)
             try:
                 self._commit(source, piece, source.incarnations[best])
             except KVRayError as error:
@@ -341,7 +344,7 @@ class Fetches:
         valid = self._arena.sums(piece.reservation) == piece.checksums
         good = piece.reservation.only(valid)
         if not self._arena.commit(good, piece.checksums[valid]):
-            self._arena.abort(piece.reservation)
+            self._give_back(piece.reservation)
             raise ShardUnavailable("The arena of this node stays locked; blocks were given up.")
         if not valid.all():
             bad = piece.reservation.only(~valid)
@@ -364,12 +367,13 @@ class Fetches:
         """Free the slots that were not filled, end the read lease, and note the link's result."""
         report = source.report()
         if report.error:
-            self._rates.pop(source.name, None)
+            self._rates[source.name] = 0.0
         elif report.num_bytes >= _MEASURED_BYTES and report.seconds:
             self._rates[source.name] = report.num_bytes / report.seconds
+        elif report.num_bytes and self._rates.get(source.name) == 0.0:
+            del self._rates[source.name]  # it works again, how fast is not known
         self._abort(source.pieces)
-        for one in source.ahead.values():
-            self._arena.abort(one)
+        self._give_back(*source.ahead.values())
         if source.link_error and not source.num_blocks:
             self._links.fail(source.name, *source.link_error)
         if source.lease is None:
@@ -383,9 +387,12 @@ class Fetches:
                     source.lease.token, source.suspects, timeout_s=self._settings.call_timeout_s
                 )
 
+    def _give_back(self, *reservations: Reservation) -> None:
+        if reservations:  # slots are given back by whichever transport's part
+            next(iter(self._fenced.values())).give_back(*reservations)
+
     def _abort(self, pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
-            self._arena.abort(piece.reservation)
+        self._give_back(*(piece.reservation for piece in pieces))
 
     def _here(self, span: Span) -> int:
         """Return how many leading blocks of a span are READY here."""

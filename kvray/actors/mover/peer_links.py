@@ -113,9 +113,8 @@ class PeerLinks:
 
     def connect(self, names: Iterable[str]) -> None:
         """Keep links to these movers, and forget all others."""
-        kept = list(names)[:_PEERS_MAX]
         with self._lock:
-            self._peers = {name: self._peers.get(name, _Peer()) for name in kept}
+            self._peers = {name: self._peers.get(name, _Peer()) for name in names}
         self._wake.set()
 
     def transports_for(self, name: str) -> list[str]:
@@ -187,7 +186,7 @@ class PeerLinks:
         now, due = self._now(), []
         incarnations = {name: fenced.incarnation for name, fenced in self._fenced.items()}
         with self._lock:
-            for name, peer in self._peers.items():
+            for at, (name, peer) in enumerate(self._peers.items()):
                 working = self._working(peer)
                 # A source that knows a renewed end by its old address has to connect again.
                 is_stale = (
@@ -195,7 +194,7 @@ class PeerLinks:
                     and peer.last in working
                     and peer.links[peer.last].incarnation != incarnations[peer.last]
                 )
-                if working and (is_stale or now >= peer.due_at):
+                if at < _PEERS_MAX and working and (is_stale or now >= peer.due_at):
                     due.append((name, working))
                 due += [
                     (name, [transport])

@@ -4,7 +4,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,13 +66,15 @@ class ReadLeases:
         self._leases_max = leases_max
         self._lease_max_s = lease_max_s
         self._grants: dict[int, _Grant] = {}
+        self._late: list[Lease] = []
+        """Leases that are over, but for an arena that was busy."""
         self._tokens = itertools.count(1)
         self._lock = threading.Lock()
         self.sent_bytes: Counter[str] = Counter()
         """Bytes sent, by transport."""
 
     def __len__(self) -> int:
-        return len(self._grants)
+        return len(self._grants) + len(self._late)
 
     def grant(self, request: LeaseRequest) -> ReadLease:
         """Lease the blocks of `request` that are here, and send those that have targets.
@@ -93,7 +95,7 @@ class ReadLeases:
                 f"This node has none of the transports {', '.join(request.addresses) or '(none)'};"
                 " see `kvray doctor`."
             )
-        if len(self._grants) >= self._leases_max:
+        if len(self) >= self._leases_max:
             raise CapacityError(
                 f"This node has {self._leases_max} read leases for others; ask again later."
             )
@@ -173,7 +175,7 @@ class ReadLeases:
             held = self._arena.lease_for([BlockKey(key)], [[PartRequest(part)]], is_use=False)
             for lease in held.leases if held is not None else ():
                 self._arena.valid(lease, slice(None))
-                self._arena.release(lease, wait_s=_BUSY_WAIT_S)
+                self._end([lease])
 
     def expire(self) -> None:
         """End the leases that were not renewed in time."""
@@ -201,7 +203,7 @@ class ReadLeases:
                     split_keys(group.keys), [[PartRequest(group.part)]], is_use=request.is_use
                 )
             if held is None:
-                self._arena.release(*filter(None, leases), wait_s=_BUSY_WAIT_S)
+                self._end(filter(None, leases))
                 raise CapacityError(
                     "The arena of that node is busy, retired or has no room for another lease."
                 )
@@ -258,10 +260,15 @@ class ReadLeases:
             }
             for token in over:
                 del self._grants[token]
-        for token, grant in over.items():
-            if not self._arena.release(*filter(None, grant.leases), wait_s=_BUSY_WAIT_S):
-                with self._lock:
-                    self._grants[token] = grant  # for the next sweep
+        self._end(one for grant in over.values() for one in grant.leases if one is not None)
+
+    def _end(self, leases: Iterable[Lease]) -> None:
+        """Release leases, and what is late; those of a busy arena are late until the next sweep."""
+        with self._lock:
+            over, self._late = [*self._late, *leases], []
+        if not self._arena.release(*over, wait_s=_BUSY_WAIT_S):
+            with self._lock:
+                self._late += over
 
 
 def _places(tables: Tables, slots: Array) -> tuple[Array, Array]:

@@ -209,8 +209,10 @@ class SharedLoads:
                     _log.warning("This router chooses without the others: %r", error)
                 actor, has_failed = None, True
             if actor is None or num_routers == 1:
-                self._actor = None
+                for request in self._elsewhere:  # nobody else tells the actor of their ends
+                    self._tell("end", request)
                 self._elsewhere.clear()
+                self._actor = None
             else:
                 self._actor = actor
             await asyncio.sleep(_HELLO_S)

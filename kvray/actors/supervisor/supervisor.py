@@ -54,7 +54,8 @@ _NODES_PER_S = 500
 """Nodes that are looked at in a second, on average: of 3,000 a look takes 40 ms of CPU."""
 _LOOK_MAX_S = 10.0
 _LEAVE_S = 30.0
-"""How long what only an idle node has may take to others; then it goes to the node's disk."""
+"""How long what only an idle node has may take to others, at least, if Ray does not give it more;
+then it goes to the node's disk."""
 
 
 def chosen_nodes(nodes: list[dict[str, Any]], shard: ShardConfig) -> set[str]:
@@ -92,7 +93,7 @@ class SupervisorActor:
         self._parts: dict[str, Any] = {}
         self._homes: dict[str, str] = {}
         self._nodes: dict[str, dict[str, Any]] = {}
-        self._draining: set[str] = set()
+        self._draining: dict[str, float | None] = {}
         """Nodes whose shards were told that Ray wants the node to go."""
         self._lost: OrderedDict[str, tuple[dict[str, str], float]] = OrderedDict()
         """Node that Ray lost and did not want to drain -> its host, and when; the oldest first."""
@@ -189,12 +190,12 @@ class SupervisorActor:
         draining = draining_nodes()
         for node_id in self._shards.keys() & draining.keys():
             self._shards[node_id].drain.remote(_BY_RAY, draining[node_id])
-        staying = self._shards.keys() & (self._draining - draining.keys())
+        staying = self._shards.keys() & (self._draining.keys() - draining.keys())
         call_offs = {
             shard_name(node_id): self._shards[node_id].call_off_drain for node_id in staying
         }
         calls.ask_all(call_offs, _PING_TIMEOUT_S, _BY_RAY)
-        self._draining = set(draining)
+        self._draining = draining
 
     def _look(self) -> None:
         """Look at all nodes and names, and start what is missing."""
@@ -242,10 +243,11 @@ class SupervisorActor:
                 if _is_refusal(answer):
                     self._idle.stay(node_id)
         unused = frozenset() if self._config.shard.release_idle_s is None else unused_nodes()
-        self._idle.note(unused, self._draining, time.monotonic())
+        self._idle.note(unused, self._draining.keys(), time.monotonic())
         for node_id in self._shards.keys() & self._idle.left - self._leaving.keys():
             if shard_name(node_id) in named:
-                self._leaving[node_id] = self._shards[node_id].leave.remote(_LEAVE_S)
+                seconds = max(_LEAVE_S, self._draining.get(node_id) or 0.0)
+                self._leaving[node_id] = self._shards[node_id].leave.remote(seconds)
 
     def _drop_left(self, left: Set[str]) -> None:
         """End what belongs to shards that have left their nodes."""

@@ -21,12 +21,21 @@ from kvray.actors.shard.sending.choice import (
 from kvray.cli.status import drain_sentence
 from kvray.identity.block import BlockKey, split_keys
 from kvray.index import Run
-from kvray.store.arena import key_index
+from kvray.store.arena import key_index, slots
 from kvray.store.arena.eviction import choose_victims
 from kvray.store.arena.tables import Array, Tables
 from tests.examples import examples
 from tests.unit.actors.two_shards import Tier
-from tests.unit.store.small_arena import chain, make_tables, num_here, put, served, store, take
+from tests.unit.store.small_arena import (
+    chain,
+    find,
+    make_tables,
+    num_here,
+    put,
+    served,
+    store,
+    take,
+)
 from tests.waiting import wait_for
 
 B = "kvray-shard-b"
@@ -189,6 +198,32 @@ def test_what_others_have_already_leaves_room_for_colder_blocks_at_once(tier, mo
     wait_for(lambda: progress(tier)["state"] == "moved")
     assert progress(tier)["behind_bytes"] == 0, "others have it all"
     assert all(pauses)
+
+
+def test_a_block_that_took_a_slot_while_others_were_sent_was_not_sent():
+    tables, new = make_tables(), chain(1, seed="new")
+    put(tables, KEYS[:4])
+    cold = find(tables, KEYS[:4])[-1:]
+
+    class Sender:
+        shard = B
+
+        async def held(self, tables: Tables, batch: Array, _targets: frozenset[str]) -> Array:
+            return np.isin(batch, cold)
+
+        async def send(self, tables: Tables, batch: Array, *_: Any, **__: Any) -> tuple[Array, str]:
+            slots.evict(tables, np.array(cold))
+            tables.undo.settle()
+            put(tables, new)
+            return batch, ""
+
+    made = drain.Drain(Sender())
+    made._orders, made._budget = {"x": None}, 2**30
+    made._figures = dict.fromkeys(("moved_blocks", "moved_bytes", "left_bytes", "behind_bytes"), 0)
+    asyncio.run(made._send(tables, np.array(find(tables, KEYS[:4])), "a", ["a"]))
+    here = np.array(find(tables, new))
+    assert here.tolist() == list(cold)
+    assert not made._is_settled(tables, here).any()
 
 
 def test_what_others_have_no_room_for_is_said_to_stay(tier):

@@ -183,6 +183,15 @@ def test_messages_arrive_whole_in_whatever_pieces(messages, piece):
         assert wire.is_ready or fits != messages
 
 
+def test_a_peer_that_pings_and_never_reads_fills_no_memory():
+    with connected() as (wire, other):
+        hear(wire, other, GREETING, 1000)
+        for _ in range(300):
+            other.sendall(100 * frame(4, b"\x04PING\0\0"))
+            wire.receive(2**20)
+        assert len(wire._out) <= 64
+
+
 @given(MESSAGES)
 def test_two_ends_understand_each_other(messages):
     with connected() as (wire, other), closing(Wire(other, "DEALER", message_max=10**6)) as second:

@@ -221,6 +221,7 @@ class Drain:
         """Have a target fetch those of `slots` that none of the `targets` has."""
         assert self._budget is not None
         for batch in batches(tables, slots, **_BATCH):
+            names = names_of(tables, batch)  # first: a slot may get another block meanwhile
             held = await self._sender.held(tables, batch, frozenset(targets))
             left_s = self._left_s()
             if not self._orders or left_s <= 0:
@@ -230,7 +231,7 @@ class Drain:
             self._budget -= num_here
             if fault:
                 self._figures["message"] = fault
-            self._settled.append(names_of(tables, np.concatenate((batch[held], sent))))
+            self._settled.append(names[held | np.isin(batch, sent)])
             self._figures["moved_blocks"] += len(sent)
             self._figures["moved_bytes"] += num_here
             left = self._figures["left_bytes"] - int(tables.block_bytes(batch).sum())

@@ -1,5 +1,7 @@
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,13 +19,13 @@ from kvray.actors.mover.orders import (
     SendOrder,
 )
 from kvray.actors.mover.source import FIRST_BYTES, Pace
-from kvray.errors import CapacityError, LeaseExpired, TransportUnavailable
+from kvray.errors import CapacityError, LeaseExpired, TransferTimeout, TransportUnavailable
 from kvray.identity.block import BlockKey
-from kvray.store import ArenaOwner
+from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import READY
 from tests.examples import examples
-from tests.unit.actors.small_mover import SETTINGS, MakeNode, Node, is_right, span
+from tests.unit.actors.small_mover import SETTINGS, MakeNode, Node, Peer, is_right, span
 from tests.unit.store.small_arena import SLOT, chain, num_here, store
 from tests.waiting import wait_for
 
@@ -57,6 +59,86 @@ def test_blocks_of_another_node_are_ready_here(target, keys):
     told = (got.num_blocks, got.num_bytes, got.transport, got.error)
     assert told == (10, 10 * SLOT, "nixl", None)
     assert got.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "bytes_per_s"), [(SLOT, 200 * SLOT), (16 * SLOT, 40 * SLOT)]
+)
+def test_over_a_slow_link_everything_comes(make_node, monkeypatch, block_bytes, bytes_per_s):
+    shape = {"num_slabs": 8, "slots_per_slab": 512}
+    source, target = (make_node(name, asked=shape, call_timeout_s=0.4) for name in "ab")
+    keys, transport = chain(128 * SLOT // block_bytes), source.mover._attached.transports["nixl"]
+    store(source.arena, keys, block_bytes=block_bytes)
+    send = transport.send
+
+    def slow(*args: Any, timeout_s: float) -> Any:
+        seconds = int(args[3].sum()) / bytes_per_s
+        time.sleep(min(seconds, timeout_s))
+        if seconds > timeout_s:
+            raise TransferTimeout("A push did not end in time.")
+        return send(*args, timeout_s=timeout_s)
+
+    monkeypatch.setattr(transport, "send", slow)
+    asked = span("a", keys, block_bytes=block_bytes)
+    first = target.fetch(asked, deadline_s=60.0)
+    if block_bytes > SLOT:  # one block takes longer than a call, and is not sent ahead again
+        assert first.here == (0,)
+        first = target.fetch(asked, deadline_s=60.0)
+    assert first.here == (len(keys),)
+
+
+def hold(arena: Arena, seconds: float) -> None:
+    """Have another thread keep the arena's lock for some time."""
+    is_busy = threading.Event()
+
+    def run() -> None:
+        with arena.section(1.0) as entered:
+            assert entered
+            is_busy.set()
+            time.sleep(seconds)
+
+    threading.Thread(target=run).start()
+    assert is_busy.wait(10)
+
+
+def test_a_lease_that_a_busy_arena_did_not_end_ends_later(source, keys, monkeypatch):
+    arena = source.mover._attached.arena
+    lease_for = arena.lease_for
+    monkeypatch.setattr(arena, "lock_wait_s", 0.002)
+
+    def lease_once(*args: Any, **options: Any) -> Any:
+        found = lease_for(*args, **options)
+        hold(source.arena, 0.5)
+        arena.lease_for = lambda *_, **__: None
+        return found
+
+    arena.lease_for = lease_once
+    groups = tuple(LeaseGroup(part=0, keys=b"".join(keys)) for _ in range(2))
+    address = source.mover._attached.fenced["nixl"].target()[1]
+    request = LeaseRequest(
+        groups=groups, lease_s=1.0, addresses={"nixl": address}, timeout_s=1.0, is_use=False
+    )
+    with pytest.raises(CapacityError, match="busy"):
+        source.mover.lease(request)
+    assert source.mover.status()["read_leases"] == 1
+    wait_for(lambda: source.num_leases == 0)
+    assert source.mover.status()["read_leases"] == 0
+
+
+def test_slots_that_a_busy_arena_did_not_take_back_go_back_later(make_node, monkeypatch):
+    target = make_node("b")
+    arena = target.mover._attached.arena
+    monkeypatch.setattr(arena, "abort", partial(arena.abort, wait_s=0.05))
+
+    def refusing(method: str, *args: Any, timeout_s: float) -> Any:
+        if method == "lease" and args[0].groups:
+            hold(target.arena, 0.5)
+            raise CapacityError("That node has no room for a lease.")
+
+    target._peers["a"] = Peer(refusing)
+    assert target.fetch(span("a", chain(10), **EXPECTED)).sources["a"].error
+    wait_for(lambda: target.num_reserved == 0)
+    assert target.mover.status()["fenced_slots"] == 0
 
 
 def test_copies_have_the_priorities_and_the_namespace_of_what_they_are_of(source, target):

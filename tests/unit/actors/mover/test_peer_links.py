@@ -62,6 +62,16 @@ def failing(node: Node) -> list[dict[str, Any]]:
     return list(node.mover.status()["failing_links"])
 
 
+def test_links_of_nodes_beyond_those_that_get_handshakes_are_left_out_too(target):
+    names = [f"n{number}" for number in range(300)]
+    links = target.mover._attached.links
+    links.connect(names)
+    for name in names:
+        for _ in range(module.FAILURES_MAX):
+            links.fail(name, "nixl", "A push did not end in time.")
+    assert {tuple(links.transports_for(name)) for name in names} == {("object_ref",)}
+
+
 def test_a_node_gets_a_handshake_before_anything_is_fetched(source, target, firewall):
     target.mover.connect(["a"])
     wait_for(lambda: firewall.pushed == [0])

@@ -86,6 +86,21 @@ async def test_first_tokens_and_ends_are_told():
     assert len(actor.inside._requests) == 1
 
 
+async def test_what_a_router_sent_ends_also_after_it_was_the_only_one(monkeypatch):
+    actor = Actor()
+    one, other = routers(actor, 2)
+    handle = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda **_: actor))
+    monkeypatch.setattr("kvray.actors.routers.exchange.ray.remote", lambda _: handle)
+    await send(one, "r0")
+    del actor.inside._routers[other._router]
+    one.start()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    one._running.cancel()
+    assert not actor.inside._requests
+    assert not one._elsewhere
+
+
 async def test_a_request_that_went_elsewhere_counts_there():
     actor = Actor()
     (one,) = routers(actor, 1)
