@@ -330,7 +330,8 @@ class EngineIdentity:
         """Return that of the pool that `layout` describes; the model has no name."""
         return cls(
             readings=tuple(_reading(args, layout, size) for size in sizes_read(args, layout)),
-            windowed=tuple(group.window is not None for group in layout.groups),
+            # A pool of one window says nothing of it, and its manager lets front blocks go, too.
+            windowed=tuple(one.window is not None or bool(args.windows) for one in layout.groups),
             is_host=layout.is_host,
             is_flat=layout.is_flat,
         )

@@ -58,6 +58,8 @@ class Leader:
         self.finder = PrefixFinder()
         self._unfenced: set[int] = set()
         """Requests whose pages may still be read, and that were in every pass since."""
+        self._kept: set[int] = set()
+        """Ended requests whose blocks the engine was told to keep, and keeps."""
         self._counts_later = counts_later
         self._uncounted: dict[int, Answer] = {}
         self._weights_of: tuple[object, int] | None = None
@@ -84,6 +86,7 @@ class Leader:
         if request_id in self.states:
             self.forget(request_id)
         self.promises.forget(request_id)
+        self._kept.discard(request_id)
         try:
             # The worker may have registered its pool with another copy of the arguments.
             if not self.shared.identity.readings:
@@ -143,11 +146,14 @@ class Leader:
                 continue
             self.forget(report.request_id)
         self.promises.settle(shared)
-        # A request that is not in this pass may have ended, and its pages may have new owners.
-        is_fenced = bool(self._unfenced - scheduled) or shared.identity.has_windows
+        # Pages of a request that is not in this pass may have new owners, for it may have ended; and
+        # of any request, where pages are in groups: its manager puts equal ones in their place.
+        own = scheduled if shared.identity.is_flat else set[int]()
+        is_fenced = bool(self._unfenced - own) or shared.identity.has_windows
         if is_fenced:
             self._unfenced.clear()
         self._unfenced.update(plan.request_id for plan in saves)
+        self._kept = {one for one in self._kept if shared.is_being_read(one)}
         name, releases = shared.model_name, tuple(shared.to_release)
         shared.to_release.clear()
         meta = ConnectorMeta(
@@ -164,17 +170,22 @@ class Leader:
         return meta
 
     def finish(self, request_id: int) -> bool:
-        """Return whether a save still reads the blocks of the finished request; twice is fine."""
+        """Return whether the engine is to keep the blocks of a finished request, which are read.
+
+        It may announce an end twice, and would count it twice: True is said once.
+        """
         self.reset(request_id)
         self.finder.forget(request_id)
-        is_read = self.shared.is_being_read(request_id)
-        if is_read:
-            self.pin(request_id)
-        return is_read
+        if request_id in self._kept or not self.shared.is_being_read(request_id):
+            return False
+        self._kept.add(request_id)
+        self.pin(request_id)
+        return True
 
     def pin(self, request_id: int) -> None:
         """Note that the engine keeps the blocks of a finished request until they were read."""
-        self._unfenced.discard(request_id)
+        if self.shared.identity.is_flat:  # else others may have them already, see `plan`
+            self._unfenced.discard(request_id)
 
     def reset(self, request_id: int) -> None:
         """Forget a request whose blocks were taken away, or whose promise is to be replaced."""
@@ -391,8 +402,8 @@ class Leader:
             return []
         if shared.link.arena is None:
             # The blocks stay as they are, the next pass may save them. But pages that a window has
-            # passed are given to others by then, and no report shows it.
-            if any(state.windowed):
+            # passed, or that equal ones have replaced, are others' by then, and no report shows it.
+            if any(state.windowed) or not shared.identity.is_flat:
                 shared.figures.drop(end - first, DropReason.STORE_DOWN)
                 state.num_saved = end
             return []
