@@ -146,8 +146,8 @@ class Leader:
                 continue
             self.forget(report.request_id)
         self.promises.settle(shared)
-        # Pages of a request that is not in this pass may have new owners, for it may have ended; and
-        # of any request, where pages are in groups: its manager puts equal ones in their place.
+        # A request that is not in this pass may have ended, and its pages may have new owners. With
+        # groups of pages those of any may: equal ones of others take the place of its own.
         own = scheduled if shared.identity.is_flat else set[int]()
         is_fenced = bool(self._unfenced - own) or shared.identity.has_windows
         if is_fenced:
