@@ -11,7 +11,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Annotated, Any, Literal
 
@@ -305,6 +305,7 @@ class Server:
         self._prompts = prompts
         self._name = name
         self._created = int(time.time())
+        self._rendering = asyncio.Lock()  # what is kept of texts is not safe for several threads
 
     def application(self) -> FastAPI:
         """Return the ASGI application."""
@@ -340,22 +341,29 @@ class Server:
         """Return the events of the pool since the last call."""
         return self._engine.get_kv_cache_events()
 
-    async def complete(self, asked: CompletionRequest) -> Any:
+    async def complete(self, asked: CompletionRequest, request: Request) -> Any:
         """Go on with texts or with tokens."""
         self._check_model(asked.model)
-        prompts = [self._prompts.completion({"prompt": one}) for one in asked.prompt]
-        return await self._respond(asked, prompts, asked.max_tokens or 16, is_chat=False)
+        render = self._prompts.completion
+        prompts = [await self._render(render, {"prompt": one}) for one in asked.prompt]
+        return await self._respond(
+            asked, prompts, asked.max_tokens or 16, is_chat=False, request=request
+        )
 
-    async def chat(self, asked: ChatRequest) -> Any:
+    async def chat(self, asked: ChatRequest, request: Request) -> Any:
         """Answer a chat."""
         self._check_model(asked.model)
         body = {"messages": [one.model_dump() for one in asked.messages]}
         try:
-            tokens = await asyncio.to_thread(self._prompts.chat, body)
+            tokens = await self._render(self._prompts.chat, body)
         except Exception as error:  # noqa: BLE001 - what the checkpoint's own template raises
             raise Refused(f"The chat template refuses this: {error}", param="messages") from None
         limit = asked.max_completion_tokens or asked.max_tokens or 256
-        return await self._respond(asked, [tokens], limit, is_chat=True)
+        return await self._respond(asked, [tokens], limit, is_chat=True, request=request)
+
+    async def _render(self, render: Callable[[Any], Any], body: dict[str, Any]) -> Any:
+        async with self._rendering:
+            return await asyncio.to_thread(render, body)  # a long text keeps no stream waiting
 
     def _check_model(self, name: str) -> None:
         if name != self._name:
@@ -367,7 +375,13 @@ class Server:
             )
 
     async def _respond(
-        self, asked: _Asked, prompts: Sequence[Any], max_tokens: int, *, is_chat: bool
+        self,
+        asked: _Asked,
+        prompts: Sequence[Any],
+        max_tokens: int,
+        *,
+        is_chat: bool,
+        request: Request,
     ) -> Any:
         """Return the answer, or the beginning of a stream, once the engine has the request."""
         prompts = [[int(token) for token in one] for one in prompts]
@@ -388,7 +402,15 @@ class Server:
             wants_usage = bool((asked.stream_options or {}).get("include_usage"))
             lines = _lines(writer, answers, streams, prompts if wants_usage else None)
             return StreamingResponse(lines, media_type="text/event-stream")
-        texts = await asyncio.gather(*map(_whole, streams))
+        whole = asyncio.gather(*map(_whole, streams))
+        gone = asyncio.ensure_future(request.receive())  # the body is read: the client has left
+        await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if not whole.done():
+            whole.cancel()
+            await asyncio.gather(whole, return_exceptions=True)
+            return JSONResponse(None, 499)
+        texts = await whole
         used = _usage(prompts, answers)
         return JSONResponse(writer.whole([*zip(answers, texts, strict=True)], used))
 

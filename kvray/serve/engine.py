@@ -155,6 +155,8 @@ class Engine:
             ) as answer:
                 headers = [one for one in answer.raw_headers if one[0].lower() not in HOP_BY_HOP]
                 is_stream = answer.content_type == "text/event-stream"
+                if is_stream and not self._num_streams:
+                    self._heard_at = time.monotonic()
                 self._num_streams += is_stream
                 yield Head(answer.status, headers)
                 async for chunk in answer.content.iter_any():
@@ -171,7 +173,7 @@ class Engine:
         except (aiohttp.ClientError, OSError) as error:
             # If it has died this process ends first, and Serve tells the caller so.
             await asyncio.to_thread(self._wait_for_end, _LEAVE_S)
-            raise KVRayError(f"{self._server.name} broke off ({error!r}).") from None
+            raise KVRayError(f"{self._server.name} broke off ({type(error).__name__}).") from None
         finally:
             self._num_open -= 1
             self._num_waiting -= is_first
@@ -212,6 +214,9 @@ class Engine:
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
                 skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
                 auto_decompress=False,
+                max_line_size=64 << 10,
+                max_field_size=64 << 10,
+                max_headers=1000,
             )
         return self._session
 

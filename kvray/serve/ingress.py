@@ -33,7 +33,7 @@ from kvray.serve.render import Hint, load_prompts
 from kvray.serve.server import engine_of
 from kvray.serve.settings import Settings
 from kvray.serve.traced import TracedRequests
-from kvray.trace.spans import current, fail, start_sdk, traceparent
+from kvray.trace.spans import current, fail, is_on, start_sdk, traceparent
 
 _log = logging.getLogger("ray.serve")
 
@@ -46,11 +46,13 @@ _RENDERS_MAX = 32
 """Prompts that wait for one process; while it loads, too."""
 _STATE_S = 1.0
 """How long an answer of Serve's about the engines counts."""
+_WELL = ("HEALTHY", "UPSCALING", "DOWNSCALING")
+"""States of Serve's in which an engine answers, or comes when it is asked."""
 _ASKED_S = 0.15
 """How long `/health` waits for Serve."""
 _OURS = frozenset((b"date", b"server", b"x-request-id"))
 """Headers of an answer that Serve's proxy sets itself."""
-_NOT_SENT = HOP_BY_HOP | {b"content-length", b"host", b"expect"}
+_NOT_SENT = HOP_BY_HOP | {b"content-length", b"expect"}
 """Headers of a request that the connection to an engine has of its own."""
 
 
@@ -152,7 +154,7 @@ class Ingress:
             return
         application: Any = status.applications.get(self._engines.app_name)
         found = application and application.deployments.get(self._engines.deployment_name)
-        is_well = found and (found.status == "HEALTHY" or found.replica_states.get("RUNNING", 0))
+        is_well = found and (found.status in _WELL or found.replica_states.get("RUNNING", 0))
         self._state = time.monotonic(), bool(is_well)
 
     async def forward(self, request: Request, send: Send) -> None:
@@ -221,7 +223,9 @@ class Ingress:
             headers.append((b"x-request-id", secrets.token_hex(16).encode()))
         trace = traceparent()
         if trace or b"traceparent" not in names:
-            trace = trace or f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+            # What a sampler left out here is in no trace of the engine's either.
+            flags = "00" if is_on() else "01"
+            trace = trace or f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{flags}"
             headers = [one for one in headers if one[0] != b"traceparent"]
             headers.append((b"traceparent", trace.encode()))
         query = request.scope.get("query_string", b"").decode("latin-1")

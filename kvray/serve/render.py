@@ -8,6 +8,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -214,6 +215,8 @@ def load_prompts(settings: Settings, *, engine: str) -> Prompts:
     given = {key: options[key] for key in _OF_TOKENIZER if key in options}
     try:
         tokenizer = import_transformers().AutoTokenizer.from_pretrained(name, **given)
+        if own := options.get("chat_template"):  # a file, or the template itself
+            tokenizer.chat_template = Path(own).read_text() if Path(own).is_file() else own
     except Exception as error:  # a hub's, a file's, or of the checkpoint's own code
         raise KVRayError(f"The tokenizer of {name} cannot be loaded ({error}).") from error
     template = None if getattr(tokenizer, "chat_template", None) is None else tokenizer

@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import asdict
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,11 @@ class EngineServer:
             port = free.getsockname()[1]
         self.url = f"http://{HOST}:{port}"
         self._directory = tempfile.mkdtemp(prefix="kvray-serve-")
-        command = command_of(settings, port, Path(self._directory))
+        try:
+            command = command_of(settings, port, Path(self._directory))
+        except BaseException:
+            shutil.rmtree(self._directory)
+            raise
         self._log = tempfile.TemporaryFile() if log is None else log.open("a+b")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvray.serve.keeper", self._directory, *command],
@@ -151,7 +156,7 @@ class EngineServer:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=timeout_s) as answer:
                 return bool(answer.status == 200)
-        except OSError:
+        except (OSError, HTTPException):
             return False
 
     def wait_end(self) -> None:

@@ -28,7 +28,7 @@ class TracedRequests:
         """Answer, until the last byte of a stream."""
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         operation = _OPERATIONS.get(path)
-        if operation is None or not spans.is_on():
+        if operation is None or scope["type"] != "http" or not spans.is_on():
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): one.decode("latin-1") for name, one in scope["headers"]}

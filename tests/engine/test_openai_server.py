@@ -19,6 +19,7 @@ from kvray.reference.engine import ReferenceEngine
 from kvray.reference.tokenizer import ByteTokenizer, CheckpointTokenizer
 from kvray.serve.render import load_prompts
 from kvray.serve.settings import Settings
+from tests.waiting import HANG_S
 
 TEXT = "naïve café \N{PARTY POPPER} 日本語, end"
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -47,6 +48,35 @@ def chunks_of(answer: Any) -> list[dict[str, Any]]:
     *lines, last = [line for line in answer.text.split("\n\n") if line]
     assert last == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+@pytest.mark.anyio
+async def test_a_client_that_goes_ends_a_whole_answer_too(monkeypatch):
+    prompts = load_prompts(Settings(model="tiny"), engine="reference")
+    with ReferenceEngine("tiny", num_threads=1) as engine:
+        app, calls, submit = Server(engine, prompts, "tiny").application(), [], engine.submit
+
+        def noted(*args: Any, **options: Any) -> Any:
+            calls.append(submit(*args, **options))
+            return calls[-1]
+
+        monkeypatch.setattr(engine, "submit", noted)
+        body = json.dumps({"model": "tiny", "prompt": [5], "max_tokens": 3000}).encode()
+        said = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return said.pop(0)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+        headers = [(b"content-type", b"application/json")]
+        await app({**scope, "headers": headers, "http_version": "1.1"}, receive, send)
+        assert sent[0]["status"] == 499
+        (call,) = calls
+        assert call.result(HANG_S).finish_reason == "cancelled"
 
 
 def test_answers_are_of_the_types_of_openais_package(client):

@@ -131,6 +131,60 @@ async def test_an_engine_that_hangs_is_unhealthy_and_an_idle_one_is_not(fresh, s
 
 
 @pytest.mark.anyio
+async def test_a_stream_that_opens_beside_a_long_silent_answer_is_not_its_silence(
+    fresh, monkeypatch
+):
+    whole = asyncio.create_task(listen(fresh, LONG_TOKENS))
+    await asyncio.sleep(2 * STALL_S)
+    await fresh.check_health()
+    asked = Forwarded(
+        "POST",
+        "/v1/completions",
+        [(b"content-type", b"application/json")],
+        json.dumps({"model": "tiny", "prompt": [5], "max_tokens": 2, "stream": True}).encode(),
+    )
+    pieces = fresh.forward(asked, 1)
+    assert [await anext(pieces), type(await anext(pieces))] == ["engine-0", Head]
+    await fresh.check_health()
+    await pieces.aclose()
+    whole.cancel()
+
+
+ODD = {
+    "a long header": (b"200 OK", b"x-long: " + 9000 * b"a", None),
+    "many headers": (b"200 OK", b"\r\n".join(b"x-%d: 1" % at for at in range(300)), None),
+    "a broken head": (b"wrong", b"", "broke off"),
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ODD)
+async def test_odd_heads_are_passed_on_and_errors_have_no_secrets(fresh, monkeypatch, name):
+    status, header, error = ODD[name]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 %s\r\n%s\r\ncontent-length: 0\r\n\r\n" % (status, header))
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    monkeypatch.setattr(fresh._server, "url", f"http://{host}:{port}")
+    asked = Forwarded("GET", "/v1/models", [(b"authorization", b"Bearer secret")], b"")
+    try:
+        if error is None:
+            _, head, *_ = [one async for one in fresh.forward(asked, None)]
+            assert head.status == 200
+        else:
+            with pytest.raises(KVRayError, match=error) as refused:
+                [one async for one in fresh.forward(asked, None)]
+            assert "secret" not in str(refused.value)
+    finally:
+        server.close()
+
+
+@pytest.mark.anyio
 async def test_a_caller_that_goes_leaves_no_request(fresh):
     asked = asyncio.create_task(listen(fresh, LONG_TOKENS, stream=True))
     await asyncio.sleep(0.5)

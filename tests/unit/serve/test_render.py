@@ -109,6 +109,24 @@ def rendered(tokenizer: Any, path: str, **asked: Any) -> str:
 
 
 @pytest.mark.smollm2
+@pytest.mark.parametrize("is_file", [True, False])
+def test_an_engines_own_template_is_rendered(tmp_path, is_file):
+    template, file = (
+        "{% for one in messages %}<{{ one.content }}>{% endfor %}",
+        tmp_path / "t.jinja",
+    )
+    file.write_text(template)
+    options = {"chat_template": str(file) if is_file else template}
+    settings = Settings(engine="vllm", model=str(find_smollm2()), engine_options=options)
+    hint = load_prompts(settings, engine="vllm").hint(
+        "/v1/chat/completions", json.dumps({"messages": CHAT}).encode()
+    )
+    tokenizer = import_transformers().AutoTokenizer.from_pretrained(str(find_smollm2()))
+    assert hint is not None
+    assert tokenizer.decode(hint.tokens.tolist()) == "<Be brief.><Hi>"
+
+
+@pytest.mark.smollm2
 def test_a_template_gets_tools_calls_and_key_words(smollm2):
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 7}'}}
     messages = [

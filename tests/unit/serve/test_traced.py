@@ -126,6 +126,17 @@ async def test_a_client_that_goes_away_ends_the_span_as_an_error(sdk):
     assert ingress.attributes["error.type"] == "disconnected"
 
 
+def test_a_websocket_is_passed_on(sdk):
+    seen = []
+
+    async def app(scope: Any, _receive: Any, _send: Any) -> None:
+        seen.append(scope["type"])
+
+    scope = {"type": "websocket", "path": "/v1/chat/completions", "headers": []}
+    asyncio.run(TracedRequests(app)(scope, None, None))  # type: ignore[arg-type]
+    assert seen == ["websocket"]
+
+
 def test_without_an_sdk_a_request_is_answered_as_ever():
     assert not spans.is_on()
     assert post(app_with(Handle(whole("a")))) == 200
