@@ -58,6 +58,7 @@ engine_blocks_total: blocks that an engine loaded, stored, found stored, or drop
 [shard] node
 shard_serving: 1 while the shard serves, 0 while it starts or ends
 shard_epoch: how often the node's arena was adopted: one more a restart @ arena.shard_epoch
+taken_bytes: bytes of the arena that slots with blocks take @ arena.taken_bytes
 leased_blocks: blocks of the arena that somebody has leased @ arena.leased_blocks
 quarantined_blocks: blocks of the arena that are never served again @ arena.quarantined_blocks
 holders: processes attached to the arena @ arena.holders

@@ -62,7 +62,7 @@ def read_tokens(path: Path) -> list[int]:
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text()
         found = json.loads(text) if "[" in text else [int(one) for one in text.split()]
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, AttributeError) as error:  # stdin may be closed
         raise ConfigError(f"{path} cannot be read as token ids ({error}).") from None
     if not isinstance(found, list) or not found or any(type(token) is not int for token in found):
         raise ConfigError(

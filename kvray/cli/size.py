@@ -131,7 +131,7 @@ def sizing_sentences(entry: Mapping[str, Any], more_bytes: Sequence[int]) -> lis
         *(_more(entry, more) for more in more_bytes),
     ]
     if entry["disk_bytes"]:
-        sentences.append(f"The disk gives {_points(now['disk'])}.")
+        sentences.append(f"The disk gives {round(100 * now['disk'], 1):g} points.")
     least, sizes = entry["worth_from_bytes"], entry["sizes"]
     if least is None:
         sentences.append(

@@ -206,14 +206,7 @@ def nodes_table(shards: list[dict[str, Any]]) -> Table:
 def memory_used(shard: Mapping[str, Any]) -> tuple[int, int]:
     """Return the bytes of a node's memory that slots with blocks take, and all; 0: not known."""
     arena = shard.get("arena")
-    if arena is None:
-        return 0, 0
-    slabs, size = arena.get("slabs", ()), arena["capacity_bytes"]
-    num_slabs = sum(one["slabs"] for one in slabs) + arena.get("spare_slabs", 0)
-    if not num_slabs:
-        return arena["resident_bytes"], size
-    taken = sum(one["slabs"] * (1 - one["free_slots"] / max(1, one["slots"])) for one in slabs)
-    return round(size * taken / num_slabs), size
+    return (0, 0) if arena is None else (arena["taken_bytes"], arena["capacity_bytes"])
 
 
 def disk_used(shard: Mapping[str, Any]) -> tuple[int, int]:

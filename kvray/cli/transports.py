@@ -87,7 +87,7 @@ def choose(
     for name, mine in receiver["transports"].items():
         theirs = sender["transports"].get(name, {"available": False, "reason": "not configured"})
         missing = [
-            f"{node} has no {name}: {end['reason']}"
+            f"{node} has no {name}: {str(end['reason']).partition(';')[0]}"
             for node, end in ((source, theirs), (target, mine))
             if not end["available"]
         ]

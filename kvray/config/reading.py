@@ -385,7 +385,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environ.items())
-        if re.match("KVRAY_(.+__|__|CLUSTER_NAME$)", name) and _is_of_people(name, value)
+        if re.match("KVRAY_(.+__|__|(CLUSTER_NAME|NODES)$)", name) and _is_of_people(name, value)
     }
 
 
@@ -396,7 +396,10 @@ def _is_of_people(name: str, value: str) -> bool:
 
 
 def _path_of(name: str) -> SettingPath:
-    return tuple(name.removeprefix("KVRAY_").lower().split("__"))
+    *section, key = name.removeprefix("KVRAY_").split("__")
+    section = [one.lower() for one in section]
+    is_name = section == ["security", "tenant_quotas"]  # which large letters are part of
+    return (*section, key if is_name else key.lower())
 
 
 def _check_variables(environ: Mapping[str, str]) -> None:

@@ -182,9 +182,7 @@ class _Agent:
                 self._agent.registerMem(nixl.nixlRegDList(nixl.DRAM_SEG, areas), [backend])
                 metadata = bytes(self._agent.getLocalMD())
         except TransferError as error:
-            raise TransportUnavailable(
-                f"NIXL cannot be used on this node ({error}); see `kvray doctor`."
-            ) from None
+            raise TransportUnavailable(f"NIXL cannot be used on this node ({error}).") from None
         self.address = _HEAD.pack(_MAGIC, self._base, len(memory), handshake) + metadata
 
     def push(

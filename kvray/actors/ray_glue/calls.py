@@ -105,6 +105,7 @@ def on_node(node_id: str, function: Callable[..., Any]) -> Any:
     return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=affinity)
 
 
+@mapped_errors()
 def get_actor(name: str) -> Any:
     """Return the handle of a named actor of the tier; ShardUnavailable if there is none."""
     namespace = current_namespace()

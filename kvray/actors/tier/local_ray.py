@@ -234,12 +234,23 @@ def _end_all(directory: Path) -> bool:
 
 
 def _family(directory: Path) -> list[psutil.Process]:
-    """Return the living processes that carry the cluster's mark, and their children."""
+    """Return the living processes of the cluster, and their children."""
     me = psutil.Process()
     kept = {me, *me.parents()}  # if this runs inside of that cluster
     found: set[psutil.Process] = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(_MARK) == str(directory):
+            if _is_of(process, directory):
                 found.update([process, *process.children(recursive=True)])
     return sorted(found - kept, key=lambda process: process.pid)
+
+
+def _is_of(process: psutil.Process, directory: Path) -> bool:
+    """Return whether a process has the cluster's mark, or is a worker of it.
+
+    A worker's title is written over its environment, but its logs are open in the directory.
+    """
+    if process.environ().get(_MARK) == str(directory):
+        return True
+    is_worker = any(word.startswith("ray::") for word in process.cmdline()[:1])
+    return is_worker and any(f"{directory}/" in one.path for one in process.open_files())

@@ -154,9 +154,9 @@ def _nixl(config: KVRayConfig) -> Finding:
         return skipped("NIXL", "staging.transports does not name it")
     status, said = _probe(_NIXL_PROBE)
     if status != 0:
-        says = f"blocks of other nodes come through Ray's object store: {said}"
-        if status is not None and status > 0:  # a sentence of ours, with its fix
-            return hint("NIXL", says, "do so where Ray runs; engines do not need NIXL")
+        says = f"blocks of other nodes come through Ray's object store: {said.rstrip('.')}"
+        if status is not None and status > 0:  # a sentence of ours
+            return hint("NIXL", says, "mend that where Ray runs; engines do not need NIXL")
         return hint(
             "NIXL",
             says,

@@ -9,7 +9,7 @@ from kvray.actors.names import node_of
 from kvray.cli.explain import REASONS
 from kvray.cli.hits import ended_of, ranks_of, sources_sentence, total_counters
 from kvray.cli.status import disk_remark, lost_nodes, unnamed_sentences
-from kvray.cli.transports import NodeLink, node_links, rate_text, slow_nodes
+from kvray.cli.transports import NodeLink, node_links, slow_nodes
 from kvray.config import format_size
 from kvray.metrics import figure
 from kvray.trace.reasons import COUNTED, MISS_PREFIX
@@ -66,7 +66,8 @@ def tier_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
         yield from _pages(shard)
         yield from _disk(shard)
     links = node_links(dict(status))
-    yield from map(_link, links)
+    for link in links:
+        yield from _link(link)
     for node, says in lost_nodes(status):
         yield hint(f"node {node}", says, "if nobody took it away, look at Ray on that machine")
     for node, says in slow_nodes(links):
@@ -128,22 +129,21 @@ def _disk(shard: Mapping[str, Any]) -> Iterator[Finding]:
         yield ok(check, f"{format_size(nvme['file_bytes'])} of blocks")
 
 
-def _link(link: NodeLink) -> Finding:
+def _link(link: NodeLink) -> Iterator[Finding]:
+    """Yield what is wrong with a link; how it is otherwise, the table says."""
     check = f"link {link.source} > {link.target}"
     if link.transport is None:
-        return fault(
+        yield fault(
             check,
             f"no block can be moved: {link.why}",
             "restart the movers with `kvray up`, or see staging.transports",
         )
-    rate = f", {rate_text(link.bytes_per_s)} lately" if link.bytes_per_s else ""
-    if link.breaker != "closed":
-        return hint(
+    elif link.breaker != "closed":
+        yield hint(
             check,
             f"{link.transport} is left out for a while after: {link.error}",
             "it is tried again by itself; if that fails, check the network between these nodes",
         )
-    return ok(check, f"{link.transport}{rate} ({link.why})")
 
 
 def hit_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
@@ -156,10 +156,12 @@ def hit_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
             "replicas",
             "no engine has registered with this tier",
             "give each engine the connector (`kvray connector-config`), and run `kvray doctor"
-            " --here` in its container",
+            " --here` in its container, or store with kvray.TensorCache",
         )
         return
-    if not any(replica["connected"] for replica in replicas):
+    totals = total_counters([*replicas, *ended])
+    has_stored = totals["stored_tokens"]  # by the tensor API, whose batch jobs come and go
+    if not any(replica["connected"] for replica in replicas) and not has_stored:
         yield hint(
             "replicas",
             f"{num_ranks} ranks have registered, and none is connected now",
@@ -167,7 +169,6 @@ def hit_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
         )
     for says, fix in unnamed_sentences(replicas):
         yield hint("checkpoint", says, fix)
-    totals = total_counters([*replicas, *ended])
     if totals["prompt_tokens"]:
         yield ok(
             "hit rate", f"{totals['prompt_tokens']:,} prompt tokens: {sources_sentence(totals)}"
@@ -181,7 +182,7 @@ def hit_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
             " or medium of theirs has no identity",
             "look at the engines' logs for the reason, and at docs/tensorrt_llm.md",
         )
-    else:
+    elif not has_stored:
         yield hint(
             "requests",
             f"{num_ranks} ranks are registered, and none has had a request yet",

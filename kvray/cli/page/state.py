@@ -155,7 +155,14 @@ class PageState:
         self._seen = {name: seen for name, seen in self._seen.items() if name in there} | {
             name: (now, one) for name, one in there.items() if "arena" in one
         }
-        totals = hits.total_counters(hits.ranks_of(status["shards"]))
+        shards = status["shards"]
+        totals = hits.total_counters([*hits.ranks_of(shards), *hits.ended_of(shards)])
+        totals["answering"] = len(shards) - len(silent(shards))
+        last = self._hour[-1][1] if self._hour else totals
+        # Counters that come or go with their node are no growth: it begins anew.
+        grows = totals["prompt_tokens"] >= last["prompt_tokens"]
+        if not grows or totals["answering"] != last["answering"]:
+            self._hour.clear()
         if not self._hour or now - self._hour[-1][0] >= _HOUR_STEP_S:
             self._hour.append((now, totals))
             while now - self._hour[0][0] > _HOUR_S:

@@ -372,15 +372,18 @@ def figures(tables: Tables) -> dict[str, Any]:
     # More than fits is nonsense that the shard has not mended yet; people get numbers that can be.
     most = geometry.slab_bytes // np.maximum(sizes, geometry.slot_min)
     per_slab = np.minimum(geometry.by_slab(ready).sum(axis=(1, 2)), most)
+    use = slab_use(tables)
+    full = sum(one["slabs"] * (1 - one["free_slots"] / max(1, one["slots"])) for one in use)
     return {
         "shard_epoch": int(header["shard_epoch"]),
         "capacity_bytes": geometry.capacity,
         "resident_bytes": int((per_slab * sizes).sum()),
+        "taken_bytes": round(full * geometry.slab_bytes),  # by slots, with what is unused in them
         "blocks": int(ready.sum()),
         "leased_blocks": int((tables.slot_leases[tables.backed] > 0).sum()),
         "quarantined_blocks": int((states == QUARANTINED).sum()),
         "holders": int(np.count_nonzero(tables.holder_live)),
-        "slabs": slab_use(tables),
+        "slabs": use,
         "spare_slabs": slabs.num_spare(tables),
         "namespaces": by_namespace(tables),
         **{name: int(header[name]) for name in _COUNTED},

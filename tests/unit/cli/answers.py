@@ -19,6 +19,7 @@ NVME = {
 
 ARENA = {
     "resident_bytes": 3 * 2**20,
+    "taken_bytes": 3 * 2**20,
     "capacity_bytes": 2**30,
     "blocks": 12,
     "leased_blocks": 2,
@@ -67,7 +68,7 @@ def shard(name: str, seconds: int = 0, **more: Any) -> dict[str, Any]:
         "hit_tokens_from_host": 60 * seconds,
         "miss_tokens_not_stored": 40 * seconds,
     }
-    arena = {"resident_bytes": 2**20, "capacity_bytes": 2**22, "evicted": 3 * seconds}
+    arena = {"taken_bytes": 2**20, "capacity_bytes": 2**22, "evicted": 3 * seconds}
     return {
         "shard": f"kvray-shard-{name}",
         "state": "serving",

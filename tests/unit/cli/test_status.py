@@ -35,8 +35,7 @@ def _print(found: dict[str, Any]) -> None:
     show_answer(found, lambda told: _report(told, wide=True), as_json=False)
 
 
-NODE = {"resident_bytes": 2**20, "capacity_bytes": 2**30, "spare_slabs": 1}
-FULL = {"slabs": 3, "slots": 100, "free_slots": 20, "blocks": 80}
+NODE = {"taken_bytes": 6 * 2**30 // 10, "capacity_bytes": 2**30}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,7 @@ FULL = {"slabs": 3, "slots": 100, "free_slots": 20, "blocks": 80}
     [
         ({"state": "serving", "uptime_s": 7300, "arena": ARENA}, "serving 2 h 0% 1GiB 5"),
         (
-            {"state": "serving", "arena": {**ARENA, **NODE, "slabs": [FULL]}},
+            {"state": "serving", "arena": {**ARENA, **NODE}},
             "serving 60% 1GiB 5",
         ),
         ({"state": "preparing", "done": 1, "total": 4}, "preparing 25 %"),

@@ -112,7 +112,7 @@ def status(
     here = {
         "shard": "kvray-shard-a",
         "state": "serving",
-        "arena": {"resident_bytes": 2**20, "capacity_bytes": 2**22, "evicted": evicted},
+        "arena": {"taken_bytes": 2**20, "capacity_bytes": 2**22, "evicted": evicted},
         "staging": {"transports": {"nixl": {"bytes": staged}}},
         "replicas": [replica("one", **counters)],
     }

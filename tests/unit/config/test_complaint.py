@@ -183,6 +183,7 @@ WRONG_VARIABLES = {
     "a decimal unit": ({"KVRAY_ARENA__CAPACITY": "1GB"}, "KVRAY_ARENA__CAPACITY: ", "write 1GiB"),
     "a transport": ({"KVRAY_STAGING__TRANSPORTS": "nixl,rdma"}, "'nixl' or 'object_ref'"),
     "a list of nodes": ({"KVRAY_NODES__0__LABEL": "a=b"}, "in the configuration file"),
+    "all nodes at once": ({"KVRAY_NODES": "[]"}, "in the configuration file"),
     "a value for a section": ({"KVRAY_ARENA__QUOTAS": "1GiB"}, "must be a mapping"),
     "a file that is not there": (
         {"KVRAY_CONFIG": "nowhere.yaml"},

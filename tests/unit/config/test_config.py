@@ -142,6 +142,15 @@ def test_ray_is_found_by_its_own_variable_if_nothing_else_names_it(
     assert where in found.origins.of(("ray", "address")).where
 
 
+def test_a_variable_names_a_tenant_as_it_is_written():
+    environ = {
+        "KVRAY_SECURITY__TENANT_QUOTAS__Alice": "1GiB",
+        "KVRAY_SECURITY__TENANT_SECRET_FILE": "/secret",
+    }
+    found = config.read_effective(None, environ=environ).config
+    assert found.security.tenant_quotas == {"Alice": 2**30}
+
+
 def test_no_signature_shows_the_environment():
     for name in config.__all__:
         if inspect.isfunction(one := getattr(config, name)):

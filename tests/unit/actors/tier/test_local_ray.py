@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -66,6 +67,19 @@ def test_a_cluster_is_found_until_it_is_stopped_and_there_is_one(name, script):
     assert local_ray.stop(name)
     assert local_ray.find(name) is None
     assert processes_of(name) == []
+
+
+def test_a_worker_without_its_environment_is_known_by_its_log(name, tmp_path):
+    log = local_ray.local_dir(name) / "logs" / "worker"
+    log.parent.mkdir(parents=True)
+    code = f"log = open({str(log)!r}, 'w'); import time; time.sleep(600)"
+    asked = {"args": ["ray::ShardActor", "-c", code], "executable": sys.executable}
+    with subprocess.Popen(**asked) as worker:
+        with subprocess.Popen(**{**asked, "args": ["a reader", "-c", code]}) as reader:
+            wait_for(lambda: [one.pid for one in processes_of(name)] == [worker.pid])
+            reader.kill()
+        worker.kill()
+    shutil.rmtree(local_ray.local_dir(name))
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(name):

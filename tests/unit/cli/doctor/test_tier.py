@@ -118,16 +118,20 @@ def test_a_disk_that_was_hardly_meant_is_a_hint():
     assert (one.says, one.fix) == ("/nvme is on the root file system", "mount one at nvme.dir")
 
 
-@pytest.mark.parametrize(
-    ("available", "verdict", "says"),
-    [(True, "ok", "nixl (both have it; TCP: no RDMA device)"), (False, "fault", "no library")],
-)
-def test_nodes_between_which_nothing_can_be_moved_are_a_fault(available, verdict, says):
+def test_nodes_between_which_nothing_can_be_moved_are_a_fault():
     nixl = {"available": True, "rdma": False}
-    other = nixl | {"available": available, "reason": "no library"}
+    other = nixl | {"available": False, "reason": "no library; install it"}
     link = found(SERVING, movers=(mover("aa", nixl=nixl), mover("bb", nixl=other)))["link aa > bb"]
-    assert link.verdict == verdict
-    assert says in link.says
+    assert link.verdict == "fault"
+    assert link.says == "no block can be moved: bb has no nixl: no library"
+    assert "link aa > bb" not in found(
+        SERVING, movers=(mover("aa", nixl=nixl), mover("bb", nixl=nixl))
+    )
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_who_only_stores_tensors_gets_no_advice_about_engines(connected):
+    assert not hits_found(replica(requests=0, stored_tokens=64, connected=connected))
 
 
 def status_with(*replicas: dict[str, Any], **arena: int) -> dict[str, Any]:

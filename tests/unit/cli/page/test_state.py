@@ -63,6 +63,19 @@ def test_page_has_what_commands_show():
     assert (points["own"], points["host"][2], points["disk"][2]) == (0.1, 0.33, 0.04)
 
 
+def test_the_hour_begins_anew_when_a_node_with_its_counters_goes_or_comes():
+    shown = told(PageState("prod"))
+    without = status(20)
+    without["shards"][1] = silent("bb")
+    for second, answer in ((20, without), (40, status(40)), (60, status(60))):
+        shown.take({"part": STATUS, "answer": answer}, NOW + second)
+        figure = state(shown, second)["figures"][1]
+        grown = {20: "of those of 0 s", 60: "of those of 20 s"}
+        if second in grown:
+            assert figure["of"] == grown[second]
+    assert figure["value"] == "60%"
+
+
 def test_history_is_handed_out_once_and_has_a_gap_where_nobody_answered():
     shown = told(PageState("prod"))
     points = state(shown, 18)["shares"]["points"]

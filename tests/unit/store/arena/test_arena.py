@@ -270,6 +270,7 @@ def test_figures_are_those_of_the_tables(arena):
     stats = arena.stats()
     assert stats["blocks"] == 12
     assert stats["resident_bytes"] == 16 * SLOT
+    assert stats["taken_bytes"] == (10 + 2 * 4) * SLOT
     assert (stats["leased_blocks"], stats["holders"], stats["stored"]) == (3, 1, 12)
     use = [(one["block_bytes"], one["blocks"]) for one in stats["slabs"]]
     assert (use, stats["spare_slabs"]) == ([(SLOT, 10), (3 * SLOT, 2)], 5)
