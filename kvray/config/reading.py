@@ -328,7 +328,10 @@ def _sources(
     for given in (*no_sections, *unknown, *reversed(said)):
         yield InitSettingsSource(_Sourced, given)
     environment = EnvSettingsSource(_Sourced)
-    environment.env_vars = {name.lower(): text for name, text in variables.items()}
+    environment.env_vars = {
+        f"kvray_{'__'.join(path)}": text
+        for path, text in zip(paths, variables.values(), strict=True)
+    }
     yield environment
     yield InitSettingsSource(_Sourced, values)
 

@@ -402,9 +402,11 @@ class Server:
             wants_usage = bool((asked.stream_options or {}).get("include_usage"))
             lines = _lines(writer, answers, streams, prompts if wants_usage else None)
             return StreamingResponse(lines, media_type="text/event-stream")
-        whole = asyncio.gather(*map(_whole, streams))
-        gone = asyncio.ensure_future(request.receive())  # the body is read: the client has left
-        await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
+        whole: asyncio.Future[list[str]] = asyncio.gather(*map(_whole, streams))
+        gone: asyncio.Future[Any] = asyncio.ensure_future(
+            request.receive()
+        )  # the body is read: the client has left
+        await asyncio.wait([whole, gone], return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
         if not whole.done():
             whole.cancel()
