@@ -52,7 +52,7 @@ end.close()
 _CONNECTOR_PROBE = """
 import sys
 import kvray.connector
-print("ray" in sys.modules)
+assert "ray" not in sys.modules, "it brings Ray into engines"
 """
 
 

@@ -161,7 +161,7 @@ class TraceBuilder:
         )
 
 
-Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Time = Annotated[float, Field(ge=0, le=1e13, allow_inf_nan=False)]
 _Whole = BeforeValidator(
     lambda given: int(given) if isinstance(given, float) and given.is_integer() else given
 )

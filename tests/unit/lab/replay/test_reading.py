@@ -82,6 +82,7 @@ def test_blocks_of_another_size_are_read_when_it_is_given(tmp_path):
         (json.dumps(LINE | {"input_length": 600.5}), "input_length must be a valid int.* is 600"),
         (json.dumps(LINE | {"timestamp": "now"}), 'timestamp must be a valid number.*"now"'),
         (json.dumps(LINE | {"timestamp": float("nan")}), "timestamp must be a finite number"),
+        (json.dumps(LINE | {"timestamp": 1e20}), "timestamp must be less than or equal to 1"),
         (json.dumps({**LINE, "input_length": -1}), "input_length must be greater.*, and is -1"),
         (json.dumps({**LINE, "input_length": True}), "input_length must be a valid int.* is true"),
         (json.dumps({"timestamp": 0, "hash_ids": []}), "input_length is missing"),
