@@ -94,6 +94,7 @@ class SupervisorActor:
         self._homes: dict[str, str] = {}
         self._nodes: dict[str, dict[str, Any]] = {}
         self._draining: dict[str, float | None] = {}
+        self._to_go: set[str] = set()  # those of them, and of all since the last look
         """Nodes whose shards were told that Ray wants the node to go."""
         self._lost: OrderedDict[str, tuple[dict[str, str], float]] = OrderedDict()
         """Node that Ray lost and did not want to drain -> its host, and when; the oldest first."""
@@ -196,6 +197,7 @@ class SupervisorActor:
         }
         calls.ask_all(call_offs, _PING_TIMEOUT_S, _BY_RAY)
         self._draining = draining
+        self._to_go |= draining.keys()
 
     def _look(self) -> None:
         """Look at all nodes and names, and start what is missing."""
@@ -215,12 +217,13 @@ class SupervisorActor:
                 _log.info("node %s has a shard", self._name(node_id))
         for node_id in self._shards.keys() - chosen:
             _log.warning("node %s is gone, and its blocks with it", self._name(node_id))
-            if node_id not in self._draining and (known := self._nodes.get(node_id)):
+            if node_id not in self._to_go and (known := self._nodes.get(node_id)):
                 self._lost[node_id] = calls.host_of(known), time.monotonic()
                 if len(self._lost) > _LOST_MAX:
                     self._lost.popitem(last=False)
             del self._shards[node_id]
             self._movers.pop(node_id, None)
+        self._to_go = set(self._draining)
         if len(self._shards) > 1:
             self._start_movers(named)
         self._take_parts()

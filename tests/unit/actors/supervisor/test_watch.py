@@ -195,6 +195,7 @@ class Tier:
         self.unused: set[str] = set()
         self.told: list[tuple[Any, ...]] = []
         self.leaving: list[str] = []  # nodes whose shards were told to leave
+        self.leave_s = 0.0
         self.forgetting: set[str] = set()  # shards that have ended and still have their names
         self.answered: set[str] = set()  # those of them that have done so, or will not
         self.status: dict[str, Any] = {"shards": {}, "silent": []}
@@ -236,12 +237,17 @@ class Tier:
     def make_shard(self, node: str, _: KVRayConfig) -> Any:
         class Shard(str):
             drain = SimpleNamespace(remote=lambda *order: self.told.append((node, *order)))
-            leave = SimpleNamespace(remote=lambda seconds: self.leaving.append(node) or node)
+            leave = SimpleNamespace(remote=lambda seconds: self.leave(node, seconds))
 
             def call_off_drain(shard, by: str) -> None:
                 self.told.append((node, by))
 
         return Shard(shard_name(node))
+
+    def leave(self, node: str, seconds: float) -> str:
+        self.leaving.append(node)
+        self.leave_s = seconds
+        return node
 
     def get(self, node: str, timeout: float) -> bool:
         if shard_name(node) in self.names - self.forgetting:
@@ -291,6 +297,7 @@ def test_a_node_that_ray_lost_is_told_of_until_its_host_is_back(tier):
     tier.draining = {wanted["NodeID"]: None}
     tier.rounds(1)
     wanted["Alive"] = lost["Alive"] = False
+    tier.draining = {}  # Ray does not name the dead
     tier.rounds(3)
     host = {"name": "gpu-2", "ip": "10.0.0.2"}
     assert tier.supervisor.lost() == {lost["NodeID"][:12]: {"host": host, "s_ago": 3.0}}
@@ -318,6 +325,14 @@ def test_a_shard_is_told_each_time_that_ray_wants_its_node_to_go_and_once_that_i
     tier.draining = {}
     tier.rounds(2)
     assert tier.told == [(node_id(1), "Ray", 30.0)] * 2 + [(node_id(1), "Ray")]
+
+
+@pytest.mark.parametrize(("given", "taken"), [(600.0, 600.0), (2.0, 30.0), (None, 30.0)])
+def test_a_node_that_ray_drains_and_nobody_uses_has_the_time_that_ray_gives(tier, given, taken):
+    tier.rounds(1)
+    tier.unused, tier.draining = {node_id(1)}, {node_id(1): given}
+    tier.rounds(3)
+    assert (tier.leaving, tier.leave_s) == ([node_id(1)], taken)
 
 
 def test_a_node_that_nobody_uses_loses_its_shard_until_somebody_does(tier):
