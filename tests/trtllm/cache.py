@@ -173,6 +173,23 @@ class Cache:
                 self._release(group, pages[block : block + 1])
                 pages[block] = NO_PAGE
 
+    def replace_pages(self, request: LlmRequest) -> None:
+        """Put equal pages of others in the place of those that a prompt's pass has computed.
+
+        Source: `_KVCache._commit_block`, `allow_seq_rebasing`, of the second manager.
+        """
+        if not self.is_reused or request not in self._held:
+            return
+        self._remember(request, self._held[request], keep_tail=False)
+        computed = request.num_computed_tokens // BLOCK * BLOCK
+        matches = self._matches(request, computed, allow_partial=False)
+        for group, (pages, match) in enumerate(zip(self._held[request], matches, strict=True)):
+            for block, page in enumerate(match.block_ids[: len(pages)]):
+                if pages[block] not in (NO_PAGE, page):
+                    self._pools[group].reference([page])
+                    self._release(group, [pages[block]])
+                    pages[block] = page
+
     def _ask_ahead(self, request: LlmRequest) -> bool:
         """Ask once, and perhaps leave the request out; what was offered waits meanwhile."""
         if request.has_pages:

@@ -74,6 +74,7 @@ class Model:
         for request, end in self._computed.items():
             if self._has_groups:
                 self._cache.pass_windows(request, end)
+                self._cache.replace_pages(request)
         self._computed = {}
 
     def read(self, request: LlmRequest, end: int) -> None:

@@ -45,38 +45,22 @@ def absence(monkeypatch: pytest.MonkeyPatch) -> Absence:
     return Absence(monkeypatch)
 
 
-def replace_pages(cache: Cache, request: LlmRequest) -> list[int]:
-    """Put equal pages of others in the place of computed ones; return what is free by that.
-
-    Those are the next that somebody gets. Source: `_KVCache._commit_block`, `allow_seq_rebasing`.
-    """
-    freed = []
-    cache._remember(request, cache._held[request], keep_tail=False)
-    computed = request.num_computed_tokens // BLOCK * BLOCK
-    matches = cache._matches(request, computed, allow_partial=False)
-    for pool, pages, match in zip(cache._pools, cache._held[request], matches, strict=True):
-        for block, page in enumerate(match.block_ids):
-            if pages[block] not in (NO_PAGE, page):
-                pool.reference([page])
-                pool.release([pages[block]])
-                freed.append(pages[block])
-                pages[block] = page
-                if freed[-1] in pool._blank:
-                    pool._blank.remove(freed[-1])
-                    pool._blank.appendleft(freed[-1])
-    return freed
-
-
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The pages that others have replaced, after each pass."""
+    """The pages that equal ones have replaced right after a pass; they are the next to be taken."""
     freed: list[int] = []
     update = Cache.update_resources
 
     def replace_and_update(self: Cache, batch: Any) -> None:
         for request in batch.context_requests:
-            if request in self._held:
-                freed.extend(replace_pages(self, request))
+            held = self._held.get(request, [])
+            before = [set(pages) for pages in held]
+            self.replace_pages(request)
+            for pool, old, new in zip(self._pools, before, held, strict=False):
+                for page in old.difference(new).intersection(pool._blank):
+                    pool._blank.remove(page)
+                    pool._blank.appendleft(page)
+                    freed.append(page)
         update(self, batch)
 
     monkeypatch.setattr(Cache, "update_resources", replace_and_update)
