@@ -36,11 +36,15 @@ class Model:
         """How many tokens of each request the pass has left behind, until its end."""
 
     def expect_loads(self, batch: ScheduledRequests) -> None:
-        """Check that what was promised to first chunks is there, and nothing else has changed."""
+        """Check that what was promised to first chunks is there, and nothing else has changed.
+
+        Blocks are loaded whole: the engine may count on only the first tokens of the last one.
+        """
         for request in batch.context_requests:
             if request.num_hit:
                 end = request.context_current_position
-                self.expect(request, (end - request.num_hit) // BLOCK, end)
+                first, stop = (end - request.num_hit) // BLOCK, -(-end // BLOCK)
+                self.expect(request, first, stop * BLOCK)
         self.check()
 
     def forward(self, batch: ScheduledRequests, _pending: Mapping[int, int]) -> dict[int, int]:

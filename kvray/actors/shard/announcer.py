@@ -335,14 +335,14 @@ class Announcer:
         now = self._clock()
         return {
             number: poll
-            for number, (poll, at) in list(self._polls.items())
+            for number, (poll, at) in self._polls.copy().items()
             if now - at <= _UNHEARD_S + 6 * poll.pace_s
         }
 
     @property
     def namespaces(self) -> frozenset[int]:
         """Those of all shards, as arenas number them; none, if the lookup has just started."""
-        return frozenset().union(*(poll.namespaces for poll, _ in list(self._polls.values())))
+        return frozenset().union(*(poll.namespaces for poll, _ in self._polls.copy().values()))
 
     def status(self) -> dict[str, Any]:
         """Return how far the lookup is behind; from any thread.

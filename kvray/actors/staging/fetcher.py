@@ -180,7 +180,7 @@ class Fetcher:
         return {
             **{name: self._counts[name] for name in names},
             "under_way": len(self.tasks),
-            "transports": {name: dict(one) for name, one in list(self._by_transport.items())},
+            "transports": {name: dict(one) for name, one in self._by_transport.copy().items()},
         }
 
     def _finish(self, task: "asyncio.Task[None]", fetch: Fetch) -> None:

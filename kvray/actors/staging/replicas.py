@@ -380,7 +380,7 @@ class Replicas:
 
     def connected(self) -> list[tuple[str, int]]:
         """Return (replica, rank) of all that are connected; from any thread."""
-        return [key for key, entry in list(self._ranks.items()) if entry.connection is not None]
+        return [key for key, entry in self._ranks.copy().items() if entry.connection is not None]
 
     def numbers(self) -> set[int]:
         """Return the numbers that arenas have for the namespaces of ranks, ended ones included."""
@@ -427,7 +427,7 @@ class Replicas:
                 "namespace": entry.digest,
                 "counters": entry.counters,
             }
-            for (replica, rank), entry in list(self._ranks.items())
+            for (replica, rank), entry in self._ranks.copy().items()
         ]
 
     def namespace_of(self, replica: str, rank: int) -> Namespace | None:
@@ -437,7 +437,7 @@ class Replicas:
 
     def namespaces(self) -> dict[str, dict[str, object]]:
         """Return every namespace by the digest that `status` gives; from any thread."""
-        return self._namespaces | {one.digest: one.fields for one in list(self._ranks.values())}
+        return self._namespaces | {one.digest: one.fields for one in self._ranks.copy().values()}
 
 
 def read_reader(namespace: Namespace, **fields: Any) -> Reader:

@@ -151,7 +151,7 @@ class SupervisorActor:
         here = {calls.host_of(nodes[one])["ip"] for one in list(self._shards) if one in nodes}
         return {
             node_id[:12]: {"host": host, "s_ago": now - at}
-            for node_id, (host, at) in list(self._lost.items())
+            for node_id, (host, at) in self._lost.copy().items()
             if host["ip"] not in here and now - at < _LOST_S
         }
 

@@ -156,7 +156,7 @@ class SegmentFiles:
     @property
     def file_bytes(self) -> int:
         """Bytes of all files."""
-        return sum(one.shape.file_bytes for one in list(self.by_slab.values()))
+        return sum(one.shape.file_bytes for one in self.by_slab.copy().values())
 
     def serves(self, slab: int, block_bytes: int) -> bool:
         """Whether a slab has a file for blocks of that size."""
