@@ -139,7 +139,7 @@ def test_what_is_published_passes_twine(published, tmp_path):
 
 @pytest.fixture
 def shm() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvray-test-") as made:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="k-") as made:
         yield Path(made)
 
 
