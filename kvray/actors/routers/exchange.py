@@ -195,14 +195,17 @@ class SharedLoads:
     async def _look(self) -> None:
         actor: Any = None
         num_routers, has_failed = 1, False
+        times = deque[float](maxlen=_FIRST_TOKENS_MAX)  # what no call has brought yet
         while True:
+            times += self._first_tokens()
             try:
                 if actor is None:
                     made = ray.remote(AllLoads).options(**self._actor_options)
                     making = asyncio.to_thread(made.remote, **self._options)
                     actor = await asyncio.wait_for(making, _HELLO_TIMEOUT_S)
-                asked = actor.hello.remote(self._router, self._first_tokens())
+                asked = actor.hello.remote(self._router, [*times])
                 num_routers = await asyncio.wait_for(asked, _HELLO_TIMEOUT_S)
+                times.clear()
                 has_failed = False
             except (RayError, asyncio.TimeoutError, ValueError) as error:
                 if not has_failed:  # once, however long it lasts

@@ -133,6 +133,24 @@ async def test_the_requests_of_a_router_that_is_gone_end(monkeypatch):
     assert not made._requests
 
 
+async def test_first_tokens_outlive_a_call_that_fails(monkeypatch):
+    actor, taken = Actor(), [[0.5], [0.25]]
+    monkeypatch.setattr("kvray.actors.routers.exchange._HELLO_S", 0.0)
+    handle = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda **_: actor))
+    monkeypatch.setattr("kvray.actors.routers.exchange.ray.remote", lambda _: handle)
+    one = SharedLoads("engines", "tier", lambda: taken.pop() if taken else [], **OPTIONS)
+    actor.is_dead = True
+    one.start()
+    while taken:  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(0.001)
+    assert not actor.inside.first_tokens()
+    actor.is_dead = False
+    while not actor.inside.first_tokens():  # noqa: ASYNC110 - nor here
+        await asyncio.sleep(0.001)
+    one._running.cancel()
+    assert actor.inside.first_tokens() == [0.25, 0.5]
+
+
 def test_first_tokens_are_those_of_the_last_ten_minutes(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("kvray.actors.routers.exchange.time.monotonic", lambda: now[0])
