@@ -184,6 +184,9 @@ def test_an_end_that_is_announced_twice_while_it_is_saved_ends_once(
         if engine._request(0, [*PROMPT, last], 9).token_at(len(PROMPT) + 1) % 16 == 0
     )
     with monkeypatch.context() as patch:
+        patch.setattr(
+            "kvray.engine.saver._STALL_S", 0.1
+        )  # a fence gives the save up, which reads on
         gate = Gate(patch, Arena, "reserve")
         request = engine.submit(ends, max_new=9)
         for _ in range(5):
