@@ -58,6 +58,7 @@ def status(
     if watch and as_json:
         raise ConfigError("--watch shows a text; take --json without it, in a loop.")
 
+    console = printer()  # before what Ray prints goes to stderr
     with open_client(config, address) as client:
 
         def ask(timeout_s: float | None = None) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def status(
             return found if node is None else _of_node(found, node)
 
         if watch:
-            _watch(ask, printer(), wide=wide)
+            _watch(ask, console, wide=wide)
             return
         found = ask()
     show_answer(found, lambda told: _report(told, wide=wide), as_json=as_json, with_ids=wide)
