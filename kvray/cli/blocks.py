@@ -1,6 +1,5 @@
 """`kvray drain`, `kvray clear` and `kvray prefetch`: have blocks go elsewhere, go, or come."""
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -42,12 +41,13 @@ def drain(
     until they end. The node gets nothing for later until `kvray drain NODE --cancel`. Ray's own
     notice does the same by itself.
     """
-    out = sys.stdout  # before what Ray prints goes to stderr
+    if cancel:
+        with open_client(config, address) as client:
+            stays = named(f"{client.call_off_drain(node)} stays.", client.hosts())
+        print(stays)  # out here: in there it would go to stderr, as what Ray prints
+        return
     with open_client(config, address) as client:
         hosts = client.hosts()
-        if cancel:
-            print(named(f"{client.call_off_drain(node)} stays.", hosts), file=out)
-            return
         shard = client.drain(node, seconds=deadline)
         found = _look(client.status, shard)
         moved, stalls_at = -1, 0.0

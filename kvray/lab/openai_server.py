@@ -403,9 +403,8 @@ class Server:
             lines = _lines(writer, answers, streams, prompts if wants_usage else None)
             return StreamingResponse(lines, media_type="text/event-stream")
         whole: asyncio.Future[list[str]] = asyncio.gather(*map(_whole, streams))
-        gone: asyncio.Future[Any] = asyncio.ensure_future(
-            request.receive()
-        )  # the body is read: the client has left
+        # The body is read: what comes now is that the client has left.
+        gone: asyncio.Future[Any] = asyncio.ensure_future(request.receive())
         await asyncio.wait([whole, gone], return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
         if not whole.done():

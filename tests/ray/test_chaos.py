@@ -93,10 +93,9 @@ def test_nothing_wrong_is_answered_and_nothing_hangs_under_fire(shell, options, 
 @pytest.mark.long
 def test_nothing_wrong_is_answered_and_nothing_hangs_while_nodes_go_and_come(shell):
     only = [word for kind in MOVES for word in ("--only", kind)]
-    found = play(shell, "--nodes", "3", "--duration", "120", "--gap", "5", "--seed", "3", *only)
+    found = play(shell, "--nodes", "3", "--duration", "240", "--gap", "5", "--seed", "3", *only)
     check(found)
-    assert len(found["faults"]) > len(MOVES) / 2, "a slow machine has time for fewer faults"
-    assert found["faults"].keys() <= set(MOVES)
+    assert found["faults"].keys() == set(MOVES)
     assert found["joined"]["requests"] > 0
 
 

@@ -253,4 +253,4 @@ def _is_of(process: psutil.Process, directory: Path) -> bool:
     if process.environ().get(_MARK) == str(directory):
         return True
     is_worker = any(word.startswith("ray::") for word in process.cmdline()[:1])
-    return is_worker and any(f"{directory}/" in one.path for one in process.open_files())
+    return is_worker and any(one.path.startswith(f"{directory}/") for one in process.open_files())

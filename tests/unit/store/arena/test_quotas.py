@@ -33,7 +33,8 @@ def test_blocks_that_go_while_others_are_ranked_do_not_count(tables):
         slots.evict(tables, found)  # by an engine: the owner ranks without the lock
         return np.arange(len(found), dtype=float)
 
-    eviction.choose_beyond_quotas(tables, SLOT, rank)
+    chosen = eviction.choose_beyond_quotas(tables, SLOT, rank)
+    assert set(chosen.tolist()) <= set(range(16)), "they are candidates, which eviction checks"
 
 
 def test_many_namespaces_are_summed_up_as_few_are():
