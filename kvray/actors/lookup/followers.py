@@ -21,7 +21,7 @@ Ask = Callable[..., Awaitable[Any]]
 TURNS = 32
 """Shards that list all their blocks at once: while some make their next pieces, the lookup works on
 those of others. Without turns a restarted lookup would get all of them at the same time."""
-PIECE_MAX = 20_000
+PIECE_MAX = 40_000
 """Blocks of one reply to a shard with a turn."""
 NEWS_MAX = 2_900
 """Changes of one reply to any other: below 100 KiB Ray sends it without its object store."""
