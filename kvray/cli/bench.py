@@ -177,6 +177,10 @@ def serve(
     rounds: Annotated[int, option("N", "Rounds, with other prompts each.", 1, 1000)] = 3,
     scale: Annotated[float, option("X", "Prompts of a trace are X times shorter.", 1, 4096)] = 16,
     tokens_max: Annotated[int, option("N", "Longer prompts lose their end.", 1, 10_000_000)] = 2048,
+    block_tokens: Annotated[
+        int | None,
+        option("N", "Tokens of a trace's block.", 1, 1_000_000, default="the trace's, else 512"),
+    ] = None,
     vocabulary: Annotated[
         int, option("N", "Token ids of prompts are below N.", 64, 10_000_000)
     ] = 16_384,

@@ -417,6 +417,8 @@ def _check_variables(environ: Mapping[str, str]) -> None:
         rest = name.removeprefix("KVRAY_")
         if rest in (name, *_PLAIN) or "__" in rest or not _is_of_people(name, environ[name]):
             continue
+        if rest.lower() in SECTIONS:
+            raise ConfigError(f"The variable {name} names a whole section; write {name}__SETTING.")
         near = [f"KVRAY_{one}" for one in difflib.get_close_matches(rest, _PLAIN, 1, cutoff=0.85)]
         if meant := meant_by.get(name) or next(iter(near), None):
             raise ConfigError(f"The variable {name} names no setting; write {meant}, or unset it.")

@@ -79,9 +79,8 @@ class _Asked(BaseModel):
     @property
     def stops(self) -> list[str]:
         """The texts that end the answer."""
-        return (
-            [self.stop] if isinstance(self.stop, str) else [one for one in self.stop or [] if one]
-        )
+        asked = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [one for one in asked if one]
 
 
 def _several(prompt: Any) -> Any:
@@ -345,7 +344,10 @@ class Server:
         """Go on with texts or with tokens."""
         self._check_model(asked.model)
         render = self._prompts.completion
-        prompts = [await self._render(render, {"prompt": one}) for one in asked.prompt]
+        try:
+            prompts = [await self._render(render, {"prompt": one}) for one in asked.prompt]
+        except UnicodeError as error:
+            raise Refused(f"The prompt is no text: {error}", param="prompt") from None
         return await self._respond(
             asked, prompts, asked.max_tokens or 16, is_chat=False, request=request
         )

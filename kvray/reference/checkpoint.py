@@ -145,6 +145,8 @@ def _read_checkpoint(path: Path) -> tuple[Config, Weights]:
             f"{path} holds a {config.get('model_type')!r} model; the reference engine runs "
             "the Llama family only."
         )
+    if config.get("quantization_config"):
+        raise ConfigError(f"{path} is quantized; the reference engine reads plain weights only.")
     return config, weights
 
 

@@ -130,12 +130,15 @@ class Executor:
 
     def _update_weights(self, model: str) -> None:
         """Source: `WorkerExtension.update_weights`, which is called when nothing is active."""
-        if model:
-            assert self._load_model is not None, "who asks for weights has said how to load them"
-            self._model_engine.model = self._load_model(model)
-        self._cache.reset_reuse_state()
-        self._new_model = None
-        self._intake.updated()
+        self._new_model, failure = None, None
+        try:
+            if model:
+                assert self._load_model is not None, "who asks has said how to load them"
+                self._model_engine.model = self._load_model(model)
+            self._cache.reset_reuse_state()
+        except KVRayError as error:
+            failure = error  # the engine goes on with the weights that it has
+        self._intake.updated(failure)
 
     def iterate(self) -> None:
         """Do one iteration over the active requests; an error of the connector leaves it."""
@@ -216,7 +219,8 @@ class Executor:
                 self._cache.store_blocks_for_reuse(request, pin=True)
 
     def _handle_cancelled(self) -> None:
-        cancelled, self._cancelled = self._cancelled, set()
+        cancelled = self._cancelled
+        self._cancelled = cancelled & {request.request_id for request in self._waiting}
         for request in self.active:
             if request.request_id in cancelled and not request.is_finished:
                 request.finish_by_reason("cancelled")

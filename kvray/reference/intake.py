@@ -76,10 +76,12 @@ class Intake:
             orders.model, self._updated = model, Future()
             return self._updated
 
-    def updated(self) -> None:
-        """The executor has the new weights."""
+    def updated(self, failure: KVRayError | None) -> None:
+        """The executor has the new weights, or could not load them."""
         with self._condition:
-            if self._updated is not None:
+            if self._updated is not None and failure is not None:
+                self._updated.set_exception(failure)
+            elif self._updated is not None:
                 self._updated.set_result(None)
             self._updated = None
 

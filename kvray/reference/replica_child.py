@@ -83,7 +83,7 @@ class _Calls:
 
         try:
             self._calls[call_id] = call = self._engine.submit(**asked)
-        except KVRayError as error:
+        except (KVRayError, UnicodeError) as error:  # or text that its tokenizer cannot write
             self.outbox.put({"id": call_id, "error": _told(error)})
         else:
             call.future.add_done_callback(answer)
@@ -98,7 +98,7 @@ class _Calls:
 
 def _told(error: BaseException) -> KVRayError:
     """Return an error as the parent gets it, without its cause, which may not pickle."""
-    kind = ConfigError if isinstance(error, ConfigError | TypeError) else KVRayError
+    kind = ConfigError if isinstance(error, ConfigError | TypeError | UnicodeError) else KVRayError
     return kind(str(error))
 
 

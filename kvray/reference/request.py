@@ -42,7 +42,9 @@ class LlmRequest:
         self.cache_salt = cache_salt
         self.cache_salt_id: int | None = None
         if cache_salt is not None:
-            digest = hashlib.blake2b(cache_salt.encode(), digest_size=8).digest()
+            digest = hashlib.blake2b(
+                cache_salt.encode(errors="surrogatepass"), digest_size=8
+            ).digest()
             self.cache_salt_id = int.from_bytes(digest, "little")
         self.is_dummy = is_dummy
         self.state = LlmRequestState.CONTEXT_INIT

@@ -26,7 +26,8 @@ class ByteTokenizer:
     end_ids: frozenset[int] = frozenset({2})
 
     def encode(self, text: str) -> list[int]:
-        return [_FIRST_BYTE + byte for byte in text.encode()]
+        """Return the ids; UnicodeError: a surrogate that stands for no byte, see `decode`."""
+        return [_FIRST_BYTE + byte for byte in text.encode(errors="surrogateescape")]
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text; bytes that are no UTF-8 come back as surrogates."""

@@ -246,8 +246,10 @@ class ReplicaLoads:
         """Note that a request goes to the replica where it has this cost.
 
         `is_told`: somebody will say when its first token is there; else it is taken to come when it
-        is due.
+        is due. A replica that ended while its router chose has no load any more.
         """
+        if cost.replica not in self._loads:
+            return
         self._loads[cost.replica].routed(request, cost.work_s, now)
         self._pools[cost.replica].use(survey.words)
         self._coming[cost.replica].add(survey.words)

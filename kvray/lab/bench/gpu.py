@@ -4,6 +4,7 @@ Prompts are those of two reference engines with the same random weights, one of 
 connector and a shard of its own, without Ray. Each answer is compared token for token.
 """
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -18,7 +19,7 @@ from numpy.random import default_rng
 
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
-from kvray.config import format_size, load_config
+from kvray.config import CONFIG_ENV, environ_for, format_size, load_config
 from kvray.errors import KVRayError
 from kvray.lab.bench.gpu_copies import RANKS, BlockCopies, GpuDevice, wait_until_ready
 from kvray.lab.bench.report import Row, bench_report, time_row
@@ -223,6 +224,7 @@ def _report(scale: GpuScale, device: GpuDevice, rows: list[Row], tally: Tally) -
             "prefill_pairs": scale.prefill_pairs,
             **facts,
         },
+        has_failed=bool(num_wrong),
     )
 
 
@@ -234,6 +236,11 @@ def _start_engines(
     capacity = 2 * scale.prompt_bytes + _TABLES_BYTES
     arena = {"dir": str(directory), "capacity": capacity, "lock_wait_s": LOCK_WAIT_S}
     path.write_text(yaml.safe_dump({"arena": arena, "connector": {"model_key": "bench"}}))
+    # Variables of this machine's own tier would lead shard and connector to its arena.
+    given = dict(os.environ)
+    os.environ.update(environ_for(path))
+    scope.stack.callback(os.environ.update, given)
+    scope.stack.callback(os.environ.pop, CONFIG_ENV)
     shard = Shard("bench", ShardSettings.of(load_config(path)))
     shard.start()
     scope.stack.callback(shard.stop, retire=True, timeout_s=_WAIT_S)

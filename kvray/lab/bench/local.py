@@ -81,7 +81,8 @@ class LocalScale:
         if quick:
             capacity = _CAPACITY_MIN
         pairs = repeat or (3 if quick else 15)
-        large = (min(256, capacity // LARGE_BYTES), LARGE_BYTES)
+        # An arena has whole slabs, so not quite the capacity that it was given.
+        large = (min(256, bench_spec(capacity).geometry().capacity // LARGE_BYTES), LARGE_BYTES)
         small = (32 if quick else 256, SMALL_BYTES)
         sections = math.prod(large) // math.prod(small)
         # As many slots as a default arena of 4 GiB: the tables, not the blocks, are looked up.

@@ -99,10 +99,10 @@ def run(
 def _check(disk: Path, num_bytes: int, sizes: Sequence[int]) -> None:
     """Raise ConfigError unless blocks fit, and `disk` is on a disk; CapacityError: no room."""
     for size in sizes:
-        if not 4096 <= size <= num_bytes or num_bytes % size or size % 4096:
+        if not SLOT_MIN <= size <= num_bytes or num_bytes % size or size % 4096:
             raise ConfigError(
-                f"Blocks of {format_size(size)} cannot be measured: give a multiple of 4 KiB that"
-                f" divides {format_size(num_bytes)}."
+                f"Blocks of {format_size(size)} cannot be measured: give a multiple of 4 KiB from"
+                f" {format_size(SLOT_MIN)} on that divides {format_size(num_bytes)}."
             )
     try:
         # Two files, and those of the next pair before these are gone.

@@ -27,7 +27,9 @@ class Row:
     figures: Mapping[str, float] = field(kw_only=True)
 
 
-def bench_report(rows: Sequence[Row], *, note: str, facts: Mapping[str, Any]) -> Report:
+def bench_report(
+    rows: Sequence[Row], *, note: str, facts: Mapping[str, Any], has_failed: bool = False
+) -> Report:
     """Return the report; `note` says below the table what was measured, `facts` how much."""
     table = empty_table("", numbers=("kvray", "bare work", "ratio"))
     for row, before in zip(rows, [None, *rows], strict=False):
@@ -40,7 +42,8 @@ def bench_report(rows: Sequence[Row], *, note: str, facts: Mapping[str, Any]) ->
             "" if row.ratio is None else f"{row.ratio:.2f}",
         )
     figures = {name: float(f"{value:.5g}") for row in rows for name, value in row.figures.items()}
-    return Report(parts=[table, note], facts={**figures, **facts, **machine_facts()})
+    facts = {**figures, **facts, **machine_facts()}
+    return Report(parts=[table, note], facts=facts, has_failed=has_failed)
 
 
 def copy_row(

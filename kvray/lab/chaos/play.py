@@ -79,6 +79,9 @@ def run(runner: Runner, **options: Any) -> Report:
     if not made.network:
         reason = impossible or "no network was asked for"
         left_out |= {kind.name: reason for kind in kinds if kind.needs_root}
+    if len(left_out) == len(kinds):
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+        raise ConfigError(f"No kind of fault can strike here ({reasons}); give others with --only.")
     schedule = make_schedule(
         seed=made.seed,
         duration_s=made.duration,

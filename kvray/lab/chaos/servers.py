@@ -82,9 +82,13 @@ class Server:
         self._thread.start()
 
     def send(self, signum: signal.Signals) -> int | None:
-        """Send SIGKILL or SIGSTOP as a fault; return the pid, or None if the replica is idle."""
+        """Send SIGKILL or SIGSTOP as a fault; return the pid, or None if the replica is idle.
+
+        One that is stopped is not stopped again: the first end would be both's.
+        """
         replica = self.replica
-        if not self.in_flight or not replica.is_alive:
+        is_stopped = bool(self.stops) and self.stops[-1][1] == float("inf")
+        if not self.in_flight or not replica.is_alive or is_stopped:
             return None
         if signum == signal.SIGKILL:
             self._killed_pid = replica.pid

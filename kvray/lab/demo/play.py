@@ -161,6 +161,7 @@ def _write_config(runner: Runner, capacity: int, *, model: str) -> Path:
         # Two engines, a shard and Ray may share two cores: wait for a neighbour to be scheduled.
         "arena": {
             "dir": str(_SHM if has_room else scratch),
+            "mount": "memory" if has_room else "any",
             "capacity": capacity,
             "lock_wait_s": 0.05,
         },

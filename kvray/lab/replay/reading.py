@@ -225,12 +225,14 @@ def parse(kind: type[R], content: bytes, where: str) -> R:
     raise ConfigError(f"{where}{wrong}; get the file again, or take the record out.")
 
 
-def check_blocks(num_blocks: int, num_tokens: int, block_tokens: int, where: str) -> None:
+def check_blocks(
+    num_blocks: int, num_tokens: int, block_tokens: int, where: str, *, remedy: str = ""
+) -> None:
     """Raise ConfigError if the tokens do not make so many blocks; the last may be partial."""
     if not num_tokens // block_tokens <= num_blocks <= -(-num_tokens // block_tokens):
         raise ConfigError(
             f"{where}: {num_tokens} tokens are not {num_blocks} blocks of {block_tokens} tokens;"
-            " give the size of the trace's blocks with --block-tokens, or get the file again."
+            f" {remedy}get the file again."
         )
 
 
@@ -254,7 +256,7 @@ def read_trace(
         name = name.rpartition(".")[0]
     if path.is_dir():
         found = list[Session]()
-        for one in sorted(path.glob("*.json")):
+        for one in filter(_is_session, sorted(path.iterdir())):
             with _opened(one) as file:
                 found += _sessions_of(file, one)
         trace = lay_out(found, name=name, concurrent=concurrent, seed=seed)
@@ -280,7 +282,8 @@ def _read_lines(lines: Iterable[bytes], path: Path, name: str, block_tokens: int
         here = f"{path}, line {number}"
         line = parse(MooncakeLine, text, here)
         time_s, num_tokens, ids = line.timestamp / 1000, line.input_length, _packed(line.hash_ids)
-        check_blocks(len(ids), num_tokens, block_tokens, here)
+        remedy = "give the size of the trace's blocks with --block-tokens, or "
+        check_blocks(len(ids), num_tokens, block_tokens, here, remedy=remedy)
         builder.add(time_s=time_s, num_tokens=num_tokens, ids=ids)
     return builder.build()
 
@@ -290,8 +293,8 @@ def _sessions_of(file: io.BufferedReader, path: Path) -> Iterator[Session]:
     if is_archive:
         with tarfile.open(fileobj=file, mode="r|") as archive:
             for member in archive:
-                content = archive.extractfile(member)
-                if content is not None and member.name.endswith(".json"):
+                content = archive.extractfile(member) if member.isreg() else None
+                if content is not None and _is_session(Path(member.name)):
                     yield read_session(content.read(), f"{path}: {member.name}")
     elif _SESSION_MARK in head:
         yield read_session(file.read(), str(path))
@@ -300,6 +303,12 @@ def _sessions_of(file: io.BufferedReader, path: Path) -> Iterator[Session]:
             f"{path} is no known trace: neither lines of JSON with hash_ids, as Mooncake's,"
             " nor a session with requests, nor an archive of sessions."
         )
+
+
+def _is_session(path: Path) -> bool:
+    """Whether a file's name is that of a session; macOS puts a `._` file beside each of its own."""
+    name = path.name.removesuffix(".gz").removesuffix(".xz")
+    return name.endswith(".json") and not name.startswith("._")
 
 
 @contextlib.contextmanager

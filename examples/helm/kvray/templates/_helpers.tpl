@@ -1,14 +1,14 @@
-{{/* The bytes of 64GiB, 1.5TiB, 280Gi or 1073741824. */}}
+{{/* The bytes of 64GiB, 1.5TiB, 280Gi or "1073741824". */}}
 {{- define "kvray.bytes" -}}
 {{- $unit := . | toString | regexFind "[KMGT]i" -}}
 {{- $bytes := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "" 1 -}}
 {{- mulf (. | toString | regexFind "[0-9.]+" | float64) (get $bytes $unit) | int64 -}}
 {{- end }}
 
-{{/* The seconds of 90, 0.5, 250ms, 30s, 10m or 1h. */}}
+{{/* The seconds of 90, 1e+06, 0.5, 250ms, 30s, 10m or 1h. */}}
 {{- define "kvray.seconds" -}}
 {{- $seconds := dict "ms" 0.001 "s" 1 "m" 60 "h" 3600 "d" 86400 "" 1 -}}
-{{- mulf (. | toString | regexFind "[0-9.]+" | float64) (. | toString | regexFind "ms|s|m|h|d" | get $seconds) -}}
+{{- mulf (. | toString | regexFind "[0-9.]+(e[+][0-9]+)?" | float64) (. | toString | regexFind "ms|s|m|h|d" | get $seconds) -}}
 {{- end }}
 
 {{/* Bytes, rounded up to whole GiB. */}}

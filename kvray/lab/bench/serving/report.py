@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -92,7 +93,9 @@ def ratios(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
     found: dict[str, Figures] = {other: {} for other in others}
     for other in others:
         for figure in FASTER + MORE:
-            pairs = [(one[first].get(figure), one[other].get(figure)) for one in rounds]
+            # What failed has no time: an endpoint that answers a few requests would look fast.
+            whole = [one for one in rounds if not (one[first]["failed"] or one[other]["failed"])]
+            pairs = [(one[first].get(figure), one[other].get(figure)) for one in whole]
             of_rounds = [
                 theirs / ours if figure in FASTER else ours / theirs
                 for ours, theirs in pairs
@@ -104,15 +107,14 @@ def ratios(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
 
 
 def _time_figures(requests: Sequence[Due], answers: Sequence[Answer], in_time_s: float) -> Figures:
-    pairs = zip(requests, answers, strict=True)
-    whole = [(due, answer) for due, answer in pairs if not answer.error]
-    if not whole:
+    times = [answer.first_token_s for answer in answers if not answer.error]
+    if not times:
         return {"requests_per_s": 0.0, "in_time_per_s": 0.0}
-    seconds = max(due.at_s + answer.whole_s for due, answer in whole)
-    times = [answer.first_token_s for _, answer in whole]
+    # The round, with the requests that failed: they were sent all the same.
+    seconds = max(due.at_s + one.whole_s for due, one in zip(requests, answers, strict=True))
     return {
         **{f"first_token_p{p}_s": percentile(times, p) for p in (50, 90, 99)},
-        "requests_per_s": len(whole) / seconds,
+        "requests_per_s": len(times) / seconds,
         "in_time_per_s": sum(time_s <= in_time_s for time_s in times) / seconds,
     }
 
@@ -136,13 +138,18 @@ def _load(requests: Sequence[Due], answers: Sequence[Answer], num_replicas: int)
     for due, answer in zip(requests, answers, strict=True):
         if answer.replica:
             counts[answer.replica] += 1
-            computed[answer.replica] += len(due.tokens) - (answer.cached_tokens or 0)
+            if answer.cached_tokens is not None:
+                computed[answer.replica] += len(due.tokens) - answer.cached_tokens
     if not counts:
         return {}
-    number = max(num_replicas, len(counts))
+    number, found = (
+        max(num_replicas, len(counts)),
+        {"most_requests": counts, "most_computed": computed},
+    )
     return {
-        "most_requests": max(counts.values()) * number / counts.total(),
-        "most_computed": max(computed.values()) * number / computed.total(),
+        figure: max(of_replicas.values()) * number / of_replicas.total()
+        for figure, of_replicas in found.items()
+        if of_replicas.total()
     }
 
 
@@ -194,7 +201,10 @@ def serving_report(sections: Sequence[Section], facts: Mapping[str, Any]) -> Rep
         for endpoint, errors in section.errors.items():
             parts += [f"{endpoint}: {error}" for error in errors[:3]]
     found |= {"workloads": [asdict(one) for one in sections], **facts, **machine_facts()}
-    return Report(parts=parts, facts=found, figure=lambda: _draw(sections))
+    # An endpoint of which nothing came was not measured.
+    has_failed = not all(some for one in sections for some in one.first_tokens.values())
+    draw = partial(_draw, sections)
+    return Report(parts=parts, facts=found, figure=draw, has_failed=has_failed)
 
 
 def _draw(sections: Sequence[Section]) -> Figure:

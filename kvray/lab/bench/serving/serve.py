@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import logging
+import secrets
 import socket
 import tempfile
 from collections.abc import Callable, Sequence
@@ -56,6 +57,7 @@ class Options:
     rounds: int
     scale: float
     tokens_max: int
+    block_tokens: int | None  # of the trace; None: what it says
     vocabulary: int
     answer_tokens: int
     in_time: float
@@ -91,6 +93,8 @@ def run(
     """
     made = Options(**options)
     sources = _sources(trace, workload or (list(KINDS) if is_local else ["conversations"]), made)
+    if trace is not None and workload:
+        raise ConfigError("Give either --trace or --workload.")
     if bool(url) == is_local:
         raise ConfigError("Give the endpoints with --url, or --local.")
     if is_local:
@@ -112,14 +116,18 @@ def measure(
     sources: dict[str, Callable[..., list[Request]]],
     options: Options,
 ) -> Report:
-    """Play all rounds of all workloads; a source makes the requests of a round from its seed."""
+    """Play all rounds of all workloads; a source makes the requests of a round from its seed.
+
+    Each run has prompts of its own: those of the run before may be in an endpoint's cache.
+    """
+    run = secrets.randbits(32)
     warm_ups = _WARM_UPS * (options.replicas or 1)
     per_endpoint = warm_ups + len(sources) * options.rounds * options.num_requests
     runner.show("Warming up", total=len(endpoints) * per_endpoint)
     # Requests one after the other, which nobody else's prompts begin with.
     for endpoint in endpoints:
         for request in generate("no-prefix", num_requests=warm_ups, seconds=0.0, seed=0):
-            tokens = request.tokens(0, vocabulary=options.vocabulary)
+            tokens = request.tokens(run, vocabulary=options.vocabulary)
             _play(runner, endpoint, [Due(at_s=0.0, tokens=tokens)], options)
     limits: dict[str, Any] = {"in_time_s": options.in_time, "num_replicas": options.replicas or 0}
     sections = []
@@ -128,7 +136,12 @@ def measure(
         for number in range(options.rounds):
             title = f"{name}, round {number + 1} of {options.rounds}"
             seed = at * options.rounds + number + 1  # 0 is the warm-up's
-            rounds.append(_round(runner, endpoints, source, options, title=title, seed=seed))
+            requests = [
+                Due(at_s=one.at_s, tokens=one.tokens(run + seed, vocabulary=options.vocabulary))
+                for one in source(seed=seed)
+            ]
+            first = (seed - 1) % len(endpoints)  # in each round another one begins
+            rounds.append(_round(runner, endpoints, requests, options, title=title, first=first))
         sections.append(Section.of(name, rounds, **limits))
     names = ("rate", "seconds", "rounds", "answer_tokens", "replicas")
     facts = {name: getattr(options, name) for name in names}
@@ -139,10 +152,10 @@ def measure(
 def _sources(
     trace: Path | None, workloads: Sequence[str], options: Options
 ) -> dict[str, Callable[..., list[Request]]]:
-    """Return the workloads by name; the requests of a trace are the same in each round."""
+    """Return the workloads by name; those of a trace have the same requests in each round."""
     size: dict[str, Any] = {"num_requests": options.num_requests, "seconds": options.seconds}
     if trace is not None:
-        read = read_trace(trace)
+        read = read_trace(trace, block_tokens=options.block_tokens)
         found = from_trace(read, **size, scale=options.scale, tokens_max=options.tokens_max)
         return {read.name: lambda *, seed: found}
     for name in workloads:
@@ -154,19 +167,14 @@ def _sources(
 def _round(
     runner: Runner,
     endpoints: Sequence[Endpoint],
-    source: Callable[..., list[Request]],
+    requests: Sequence[Due],
     options: Options,
     *,
     title: str,
-    seed: int,
+    first: int,
 ) -> Round:
-    """Have the endpoints answer the same requests in turn; in each round another one begins."""
-    requests = [
-        Due(at_s=one.at_s, tokens=one.tokens(seed, vocabulary=options.vocabulary))
-        for one in source(seed=seed)
-    ]
+    """Have the endpoints answer the same requests in turn, from the `first` on."""
     answers = {}
-    first = (seed - 1) % len(endpoints)
     for endpoint in (*endpoints[first:], *endpoints[:first]):
         runner.show(f"{title}: {endpoint.name}")
         answers[endpoint.name] = _play(runner, endpoint, requests, options)
