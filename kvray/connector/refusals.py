@@ -35,6 +35,7 @@ def refuse_unsupported(
         _parallelism(llm_args, asks_every_rank=asks_every_rank),
         _decoding(llm_args, cache),
         _speculation(llm_args, cache),
+        _sleep(llm_args),
         _transfers(llm_args),
         _cache(llm_args, cache, checkpoint),
         _model(checkpoint),
@@ -135,6 +136,15 @@ def _speculation(llm_args: Any, cache: Any) -> Reasons:
         speculative is not None and _has_second_manager(cache),
         "The second cache manager tells no connector which blocks of rejected drafts it takes back;"
         " set kv_cache_config.use_kv_cache_manager_v2 to false, or unset speculative_config.",
+    )
+
+
+def _sleep(llm_args: Any) -> Reasons:
+    """Source: `release_with_tag`, which the engine calls when no request runs, as saves may."""
+    yield (
+        field_of(llm_args, "sleep_config") is not None,
+        "An engine that sleeps gives its KV pool back while blocks are still saved from it; unset"
+        " sleep_config.",
     )
 
 

@@ -8,7 +8,13 @@ from functools import partial
 from typing import Any
 
 from kvray.connector.base import KvCacheConnectorScheduler
-from kvray.connector.request import NO_REQUEST, RequestReader, id_of, only_generates
+from kvray.connector.request import (
+    NO_REQUEST,
+    RequestReader,
+    id_of,
+    only_generates,
+    prompt_len_of,
+)
 from kvray.connector.start import state_for
 from kvray.engine.leader import Leader
 from kvray.engine.meta import ConnectorMeta
@@ -78,8 +84,19 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         return self._leader.plan(list(_reports(scheduler_output)))
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
-        """Return whether a save still reads the blocks of the finished request; twice is fine."""
-        return self._leader.finish(id_of(request))
+        """Return False: the engine may have its blocks at once, as the next pass waits for saves.
+
+        Asked to keep them, the first cache manager would keep equal blocks of its tree in their
+        place, and before 1.3.0rc11 give those to two owners.
+
+        Source: `WindowBlockManager::storeBlocks` with `pinBlocks`, and `unpinBlocksById`.
+        """
+        is_computed = False
+        if self._shared.args.reuses_unwritten:
+            with self._shared.boundary.around("an end"):
+                is_computed = len(request.get_tokens(0)) > prompt_len_of(request)
+        self._leader.finish(id_of(request), is_computed=is_computed)
+        return False
 
     def request_finished_by_layer_group(
         self, request: Any, cache_block_ids_by_layer_group: list[list[int]]

@@ -16,6 +16,7 @@ Source: `llmapi/rlhf_utils.py`, `pyexecutor/py_executor.py` and `pyexecutor/mode
 import functools
 import inspect
 import logging
+import re
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -156,13 +157,17 @@ def read_engine_args(
     partial_reuse = field_of(cache, "enable_partial_reuse") is not False
     is_compiled = field_of(llm_args, "torch_compile_config") is not None
     is_compiled = is_compiled or field_of(llm_args, "torch_compile_enabled") is True
+    # `BreakableCUDAGraphRunner.execute` replays the layers without their hooks.
+    graphs = text_of(llm_args, "prefill_cuda_graph_backend").lower()
+    is_compiled = is_compiled or graphs not in ("", "disabled")
+    transfers = field_of(field_of(llm_args, "cache_transceiver_config"), "backend")
     return EngineArgs(
         model=model,
         tokens_per_block=_tokens_per_block(llm_args, cache),
         num_ranks=num_ranks,
         rank=_rank(llm_args, num_ranks),
         block_reuse=field_of(cache, "enable_block_reuse") is not False,
-        partial_reuse=partial_reuse,
+        has_writes_aside=partial_reuse or transfers is not None,
         owns_partial_blocks=partial_reuse and not is_compiled and not _copies_aside(),
         quantization=canonical_text(field_of(llm_args, "quant_config"), _QUANTIZATION),
         overrides=_overrides(llm_args, cache),
@@ -177,6 +182,7 @@ def read_engine_args(
         is_sparse=_is_sparse(llm_args, checkpoint),
         spread_setting="gpus_per_node",
         drafts_tokens=field_of(llm_args, "speculative_config") is not None,
+        reuses_unwritten=_reuses_unwritten(),
         weights_may_change=field_of(llm_args, "ray_worker_extension_cls") is not None,
         takes_offers_later=takes_offers_later,
     )
@@ -250,6 +256,14 @@ def _is_sparse(llm_args: Any, checkpoint: CheckpointConfig) -> bool:
     # `skip_softmax` changes the arithmetic and caches nothing.
     is_asked_for = sparse is not None and text_of(sparse, "algorithm") != "skip_softmax"
     return is_asked_for or checkpoint.has_index_cache
+
+
+def _reuses_unwritten() -> bool:
+    """Source: `storeBlocksForReuse` of the first cache manager, until 1.3.0rc11."""
+    version = getattr(sys.modules.get("tensorrt_llm"), "__version__", None)
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)(?:rc(\d+))?", str(version))
+    numbers = [99 if one is None else int(one) for one in found.groups()] if found else [99]
+    return numbers < [1, 3, 0, 11]
 
 
 def _engine_version() -> str:

@@ -125,8 +125,8 @@ class CheckpointConfig:
     """What stands for pictures and sounds in prompts; None also if the model takes none."""
 
 
-def find_checkpoint(model: str, revision: str | None) -> str:
-    """Return where a checkpoint lies that is named as on Hugging Face's hub; else `model` itself.
+def find_checkpoint(model: str, revision: str | None, file: str = "config.json") -> str:
+    """Return where a checkpoint with `file` lies, named as on Hugging Face's hub; else `model`.
 
     Engines fetch such a checkpoint into the hub's cache before they make a connector, and leave the
     name in their arguments. A name may mean another revision by now: what is found tells
@@ -138,7 +138,7 @@ def find_checkpoint(model: str, revision: str | None) -> str:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return model
-    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    found = try_to_load_from_cache(model, file, revision=revision)
     return str(Path(found).parent) if isinstance(found, str) else model
 
 
@@ -261,7 +261,9 @@ class EngineArgs:
     num_ranks: int
     rank: int
     block_reuse: bool
-    partial_reuse: bool = False
+    has_writes_aside: bool = False
+    """Pages are written by other streams than that of the layers: with copies of partly reused
+    blocks, with what other servers send."""
     owns_partial_blocks: bool = False
     """A page of which a request reuses the first tokens is its own, and was filled on the stream
     that its layers run on: a block may be loaded over it."""
@@ -289,6 +291,9 @@ class EngineArgs:
     drafts_tokens: bool = False
     """The engine drafts tokens and takes back the pages of those it rejects, without a word; so a
     page that was reported for an answer may belong to others by now."""
+    reuses_unwritten: bool = False
+    """The engine takes all blocks of a prompt for computed that was cancelled, or failed, on its
+    way: its own prefix cache may have pages that nobody wrote."""
     weights_may_change: bool
     """The engine is set up to have its weights replaced while it runs."""
     takes_offers_later: bool

@@ -56,10 +56,10 @@ class Leader:
         self.states: OrderedDict[int, RequestState] = OrderedDict()
         self.promises = Promises()
         self.finder = PrefixFinder()
+        self._unsure = Counter[BlockKey]()
+        """Of how many prompts it was the first block whose computing nobody confirmed."""
         self._unfenced: set[int] = set()
         """Requests whose pages may still be read, and that were in every pass since."""
-        self._kept: set[int] = set()
-        """Ended requests whose blocks the engine was told to keep, and keeps."""
         self._counts_later = counts_later
         self._uncounted: dict[int, Answer] = {}
         self._weights_of: tuple[object, int] | None = None
@@ -86,7 +86,6 @@ class Leader:
         if request_id in self.states:
             self.forget(request_id)
         self.promises.forget(request_id)
-        self._kept.discard(request_id)
         try:
             # The worker may have registered its pool with another copy of the arguments.
             if not self.shared.identity.readings:
@@ -130,6 +129,8 @@ class Leader:
             if state is None:
                 continue
             self.states.move_to_end(report.request_id)  # `_drop_oldest` takes from the front
+            if shared.args.reuses_unwritten:
+                self._confirm(state, report.computed_position)
             if not is_new:
                 scheduled.add(report.request_id)  # a replayed request has lost its pages
             if state.promise is not None:
@@ -153,7 +154,6 @@ class Leader:
         if is_fenced:
             self._unfenced.clear()
         self._unfenced.update(plan.request_id for plan in saves)
-        self._kept = {one for one in self._kept if shared.is_being_read(one)}
         name, releases = shared.model_name, tuple(shared.to_release)
         shared.to_release.clear()
         meta = ConnectorMeta(
@@ -169,18 +169,15 @@ class Leader:
         shared.figures.plan_times.observe(time.perf_counter_ns() - began_ns)
         return meta
 
-    def finish(self, request_id: int) -> bool:
-        """Return whether the engine is to keep the blocks of a finished request, which are read.
+    def finish(self, request_id: int, *, is_computed: bool = False) -> None:
+        """Forget a finished request; twice is fine. Its blocks may still be read, see `plan`.
 
-        It may announce an end twice, and would count it twice: True is said once.
+        `is_computed`: its whole prompt was.
         """
+        if is_computed and (state := self.states.get(request_id)) is not None:
+            self._confirm(state, state.prompt_len)
         self.reset(request_id)
         self.finder.forget(request_id)
-        if request_id in self._kept or not self.shared.is_being_read(request_id):
-            return False
-        self._kept.add(request_id)
-        self.pin(request_id)
-        return True
 
     def pin(self, request_id: int) -> None:
         """Note that the engine keeps the blocks of a finished request until they were read."""
@@ -255,6 +252,23 @@ class Leader:
             self.finder.close()
             self._own_shared.close()
 
+    def _confirm(self, state: RequestState, num_tokens: int) -> None:
+        """Note that so many leading tokens of a request are computed.
+
+        The block behind them stays noted if the request ends without a word.
+        """
+        first = num_tokens // state.tokens_per_block
+        is_over = num_tokens >= state.prompt_len or first >= len(state.keys)
+        before, state.unsure_key = state.unsure_key, None if is_over else state.keys[first]
+        if before is not None:
+            self._unsure[before] -= 1
+            if not self._unsure[before]:
+                del self._unsure[before]
+        if state.unsure_key is not None:
+            self._unsure[state.unsure_key] += 1
+            if len(self._unsure) > _LOST_MAX:
+                del self._unsure[next(iter(self._unsure))]
+
     def _follow_weights(self) -> None:
         """Store nothing more of requests that were asked about before the weights changed.
 
@@ -294,6 +308,8 @@ class Leader:
         keys = state.prompt_keys(asked.tokens)[:num_askable]
         first = asked.num_computed // state.tokens_per_block
         state.counts = PromptCounts(len(asked.tokens), len(keys), first)
+        if self._unsure and not self._unsure.keys().isdisjoint(keys[:first]):
+            state.is_unsaved = True  # the engine reuses blocks that nobody may have written
         # Even if nothing is looked up, it has keys: what it computes is saved.
         if asked.is_unread:
             found = Found(reason="skipped")
@@ -339,6 +355,7 @@ class Leader:
             tenant_id=identity.tenant_id,
             block_tokens=shared.figures.log.block_tokens if is_plain else None,
             windowed=shared.identity.windowed,
+            prompt_len=asked.prompt_len,
             savable_blocks=asked.prompt_len // size if shared.args.drafts_tokens else None,
         )
         self.states[asked.request_id] = state

@@ -141,7 +141,7 @@ class RankWorker:
 
         Blocks in host memory are read before this returns: the engine may free those of a
         cancelled request right after, and tells nobody. On a device whatever writes them later
-        waits, but for the copies of partly reused blocks, which go by a stream of the engine's.
+        waits, unless it goes by another stream of the engine's.
         If what the pass loaded may be wrong, nothing of it is saved.
         """
         meta, pool, saver = self.started, self.pool, self.saver
@@ -162,7 +162,7 @@ class RankWorker:
         with self.shared.boundary.around("a save"):
             for job in self._jobs:
                 saver.submit(replace(job, mark=mark))
-        if self._jobs and (pool.is_host or self.shared.args.partial_reuse):
+        if self._jobs and (pool.is_host or self.shared.args.has_writes_aside):
             saver.fence()  # a copy on the host is made when it is begun
             pool.settle()
 

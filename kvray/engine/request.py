@@ -112,6 +112,9 @@ class RequestState:
     windowed: tuple[bool, ...] = (False,)
     """For each layer group, whether its blocks may have no page."""
     counts: PromptCounts = field(default_factory=PromptCounts)
+    prompt_len: int = 0
+    unsure_key: BlockKey | None = None
+    """Of its first block that the pass under way may not have computed yet."""
     num_tokens: int = 0
     keys: list[BlockKey] = field(default_factory=list)
     pages: tuple[list[int], ...] = ()

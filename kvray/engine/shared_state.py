@@ -337,8 +337,9 @@ class SharedState:
             self.weights = (changes + (version != before), version)
         if version is None and before is not None:
             _log.warning(
-                "kvray: the engine's weights are replaced; it goes without the tier until their"
-                " version is named, see Client.set_weights_version."
+                "kvray: the engine's weights are replaced, or it has reset its caches as it does"
+                " then; it goes without the tier until their version is named, see"
+                " Client.set_weights_version."
             )
         elif version != before:
             _log.info("kvray: the engine's weights are of version %r", version)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvray.engine.cache_layout import CacheLayout, Group, LayerRange, Region
-from kvray.engine.engine_args import EngineArgs, field_of, number_of
+from kvray.engine.engine_args import EngineArgs, field_of, find_checkpoint, number_of
 from kvray.engine.model_name import Adapters, fingerprints_dir
 from kvray.engine.request import Identity, Prompt
 from kvray.errors import ConfigError
@@ -56,7 +56,8 @@ class RequestReader:
         lora: bytes | None = None
         if request.lora_request is not None:
             asked = request.lora_request
-            lora = self._adapters.fingerprint(asked.lora_int_id, asked.lora_path)
+            path = find_checkpoint(asked.lora_path, None, "adapter_config.json")
+            lora = self._adapters.fingerprint(asked.lora_int_id, path)
             if lora is None or asked.load_inplace:
                 return None
         return Identity(salt=request.cache_salt, lora=lora, media=media)
@@ -91,6 +92,14 @@ _CACHE_DTYPES = {"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
 """Those whose blocks are all there is to a block: no scales beside it."""
 
 
+_KEPT = {"FullAttentionSpec", "MLAAttentionSpec"}
+"""Kinds of caches whose pages a request has until its end.
+
+Source: `single_type_kv_cache_manager.py`; the others put the null block in the place of a page that
+no window reaches any more.
+"""
+
+
 def refuse_unsupported(vllm_config: Any) -> None:
     """Raise ConfigError for a setting that kvray cannot serve."""
     for is_so, sentence in _reasons(vllm_config):
@@ -122,6 +131,19 @@ def _reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
     yield (
         bool(field_of(cache, "kv_sharing_fast_prefill")),
         "kv_sharing_fast_prefill is set, which leaves blocks unfilled; switch it off.",
+    )
+    model = vllm_config.model_config
+    yield (
+        callable(field_of(model, "hf_overrides")),
+        "hf_overrides is a function, which nothing tells from others; give a dictionary.",
+    )
+    # Then media have a number in place of a hash, see `BaseRenderer._process_mm_uuids`.
+    media = field_of(model, "multimodal_config")
+    is_numbered = media is not None and field_of(media, "mm_processor_cache_gb") == 0
+    yield (
+        is_numbered and not field_of(cache, "enable_prefix_caching"),
+        "Without prefix caching and with --mm-processor-cache-gb 0 vLLM does not tell one picture"
+        " from another; leave one of them on.",
     )
     role = field_of(vllm_config.kv_transfer_config, "kv_role")
     yield role != "kv_both", f"kv_role is {role!r}; kvray loads and saves, so set it to kv_both."
@@ -162,6 +184,14 @@ def _only_group(config: Any) -> Any:
         raise ConfigError(
             f"The KV cache has {len(groups)} groups of layers; kvray serves vLLM with one. Start it"
             " with --disable-hybrid-kv-cache-manager, or leave --kv-transfer-config out."
+        )
+    spec = groups[0].kv_cache_spec
+    alike = getattr(spec, "kv_cache_specs", None)
+    kinds = {type(one).__name__ for one in (alike.values() if alike else [spec])}
+    if other := sorted(kinds - _KEPT):
+        raise ConfigError(
+            f"The KV cache is of {other[0]}, of which vLLM gives pages back while a request runs;"
+            " leave --kv-transfer-config out."
         )
     return groups[0]
 

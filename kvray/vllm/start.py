@@ -35,6 +35,7 @@ _OVERRIDES = (
 )  # fmt: skip
 _QUANTIZATION = ("quantization", "quantization_config")
 _CACHE = ("cache_dtype", "sliding_window", "kv_cache_dtype_skip_layers")
+_MEDIA = ("mm_processor_kwargs", "mm_device_do_normalize")
 _ADAPTERS = ("max_lora_rank", "lora_dtype", "fully_sharded_loras", "target_modules")
 
 
@@ -67,6 +68,7 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
             {
                 "model": canonical_text(model, _OVERRIDES),
                 "cache": canonical_text(cache, _CACHE),
+                "media": canonical_text(field_of(model, "multimodal_config"), _MEDIA),
                 "dtype": str(field_of(model, "dtype")),
                 "layout": text_of(kv_cache_config, "kv_cache_layout"),
                 "load_format": str(field_of(vllm_config.load_config, "load_format")),

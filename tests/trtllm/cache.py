@@ -62,7 +62,6 @@ class Cache:
         self._luck = random.Random(draft_len)
         self._pools = [BlockPool(num_pages, tokens_per_block=BLOCK) for _ in windows]
         self._held: dict[LlmRequest, list[list[int]]] = {}
-        self._pinned: dict[LlmRequest, list[list[int]]] = {}
 
     def pages_of(self, request: LlmRequest) -> list[list[int]]:
         """Return a request's pages, one list a layer group."""
@@ -89,11 +88,11 @@ class Cache:
         """Return copies of a request's pages; none for one that has ended, and is asked for again.
 
         So its end is announced twice if it came early, while the next batch ran. KVRayError: the
-        engine knows better, as it was cancelled or is being saved.
+        engine knows better, as it was cancelled.
         """
         if request in self._held:
             return [list(pages) for pages in self._held[request]]
-        if request in self._pinned or request.finish_reason == "cancelled":
+        if request.finish_reason == "cancelled":
             raise KVRayError(f"Request {request.request_id} holds no pages.")
         return [[] for _ in self.windows]
 
@@ -136,15 +135,8 @@ class Cache:
                     del pages[kept:]
 
     def store_blocks_for_reuse(self, request: LlmRequest, *, pin: bool) -> None:
-        """Hold the pages of a request until `unpin`, too."""
-        assert pin, "asked for when a save has begun, and nowhere else"
-        self._pinned[request] = self.get_cache_indices(request)
-        for pool, pages in zip(self._pools, self._pinned[request], strict=True):
-            pool.reference(_live(pages))
-
-    def unpin(self, request: LlmRequest) -> None:
-        for group, pages in enumerate(self._pinned.pop(request)):
-            self._release(group, pages)
+        """Nothing that kvray may ask for: other blocks would be pinned, see `KvRayScheduler`."""
+        raise AssertionError(f"Request {request.request_id} was to be kept.")
 
     def free_resources(self, request: LlmRequest) -> None:
         """End a sequence, and keep what it computed for others. Twice is fine."""

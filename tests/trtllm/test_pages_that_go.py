@@ -160,38 +160,64 @@ def lasting(engine: Any, start: int, size: int) -> list[int]:
     raise AssertionError("there is none")
 
 
+@on("v1_2", "v1_3rc", "main_line")
 @pytest.mark.parametrize("on_device", ["device"], indirect=True)
-def test_an_end_that_is_announced_twice_while_it_is_saved_ends_once(
+def test_pages_of_a_finished_request_are_overwritten_once_they_are_saved(
     on_device, make_engine, monkeypatch
 ):
-    """As newer engines do, whose ended requests keep their blocks while they are saved."""
-    indices, store = Cache.get_cache_indices, Cache.store_blocks_for_reuse
-
-    def kept(self: Cache, request: LlmRequest) -> list[list[int]]:
-        return self._pinned[request] if request in self._pinned else indices(self, request)
-
-    def store_once(self: Cache, request: LlmRequest, *, pin: bool) -> None:
-        assert request not in self._pinned, "it would be kept for ever"
-        store(self, request, pin=pin)
-
-    monkeypatch.setattr(Cache, "get_cache_indices", kept)
-    monkeypatch.setattr(Cache, "store_blocks_for_reuse", store_once)
-    engine = make_engine(is_overlapped=True)
-    # The first token ends the answer, while the next pass has begun.
-    ends = next(
-        [*PROMPT, last]
-        for last in range(900)
-        if engine._request(0, [*PROMPT, last], 9).token_at(len(PROMPT) + 1) % 16 == 0
-    )
+    """The request has pages equal to those of the tree; its own are free at its end."""
+    monkeypatch.setattr(Cache, "_poison", lambda *_: None)  # a device writes pages in passes only
+    absence = Absence(monkeypatch)
+    cold = make_engine(waits_for_tier=False, is_flat=True, num_pages=40)
+    cold.submit(PROMPT, max_new=1)
+    twin = cold.submit(PROMPT, max_new=3)
+    cold.step()
+    absence.ends.set()
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "kvray.engine.saver._STALL_S", 0.1
-        )  # a fence gives the save up, which reads on
         gate = Gate(patch, Arena, "reserve")
-        request = engine.submit(ends, max_new=9)
-        for _ in range(5):
-            engine.step()
-        assert request.is_finished
-        gate.open.set()
-    engine.run()
-    assert not engine.cache._pinned
+        own: set[int] = set()
+        while not twin.is_finished:
+            own |= set(cold.cache.pages_of(twin)[0])
+            cold.step()
+        assert gate.reached.wait(5)
+        other = cold.submit(list(range(300, 400)), max_new=3)
+        opens = threading.Timer(0.3, gate.open.set)
+        opens.start()
+        cold.step()
+        assert own & set(cold.cache.pages_of(other)[0])
+        opens.join()
+    cold.run()
+    cold.close()
+    make_engine(is_flat=True).serve(PROMPT)
+
+
+@on("v1_2", "v1_3rc")
+def test_what_follows_pages_that_a_cancelled_prompt_left_unwritten_is_not_saved(
+    make_engine, monkeypatch
+):
+    """Source: `WindowBlockManager::releaseBlocks`, before 1.3.0rc11."""
+
+    def free_as_if_computed(self: Cache, request: LlmRequest) -> None:
+        held = self._held.pop(request, None)
+        if held is None:
+            return
+        computed = len(request.get_tokens(0)) - 1
+        digests = [request.digest(at) for at in range(computed // BLOCK * BLOCK)]
+        for group, pages in enumerate(held):
+            self._pools[group].remember(digests, pages, namespace=None, keep_tail=False)
+            self._release(group, pages)
+
+    monkeypatch.setattr(Cache, "free_resources", free_as_if_computed)
+    engine = make_engine(is_flat=True, chunk=3 * BLOCK)
+    victim = engine.submit(PROMPT, max_new=4)
+    engine.step()
+    assert victim.is_in_context
+    engine.kill(victim)
+    engine.serve(PROMPT, max_new=4)
+    assert engine.model.corrupt_rows, "TensorRT-LLM's own fault"
+    engine.model.corrupt_rows = 0
+    other = engine.serve(list(range(500, 540)), max_new=4)
+    engine.close()
+    reader = make_engine(is_flat=True)
+    assert reader.serve([*PROMPT, 1, 2, 3]).num_hit <= 3 * BLOCK
+    assert reader.serve(other.get_tokens(0)).num_hit >= 32, "others are saved as ever"

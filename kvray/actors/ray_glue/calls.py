@@ -238,6 +238,20 @@ def kill_actor(name: str) -> None:
         ray.kill(get_actor(name))
 
 
+def await_end(name: str, ended: Any, timeout_s: float) -> bool:
+    """Wait until a killed actor has its name no more; the supervisor may have given it to another.
+
+    `ended` is its handle; None: it had none.
+    """
+    deadline = time.monotonic() + timeout_s
+    with contextlib.suppress(KVRayError):
+        while name in list_actors() and (ended is None or get_actor(name) == ended):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+    return True
+
+
 def await_forgotten(names: Collection[str], timeout_s: float) -> bool:
     """Wait until Ray has forgotten killed actors; their names are free then."""
     deadline = time.monotonic() + timeout_s

@@ -73,7 +73,7 @@ def test_an_object_that_has_every_attribute_says_only_what_it_was_told():
 
 def test_reuse_is_on_unless_it_is_switched_off():
     args = read_args(args_for(cache={"enable_partial_reuse": False}))
-    assert (args.block_reuse, args.partial_reuse) == (True, False)
+    assert (args.block_reuse, args.has_writes_aside) == (True, False)
     assert not read_args(args_for(cache={"enable_block_reuse": False})).block_reuse
 
 

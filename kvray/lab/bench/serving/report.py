@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -93,9 +94,7 @@ def ratios(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
     found: dict[str, Figures] = {other: {} for other in others}
     for other in others:
         for figure in FASTER + MORE:
-            # What failed has no time: an endpoint that answers a few requests would look fast.
-            whole = [one for one in rounds if not (one[first]["failed"] or one[other]["failed"])]
-            pairs = [(one[first].get(figure), one[other].get(figure)) for one in whole]
+            pairs = [(one[first].get(figure), one[other].get(figure)) for one in rounds]
             of_rounds = [
                 theirs / ours if figure in FASTER else ours / theirs
                 for ours, theirs in pairs
@@ -107,14 +106,15 @@ def ratios(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
 
 
 def _time_figures(requests: Sequence[Due], answers: Sequence[Answer], in_time_s: float) -> Figures:
-    times = [answer.first_token_s for answer in answers if not answer.error]
-    if not times:
+    if all(answer.error for answer in answers):
         return {"requests_per_s": 0.0, "in_time_per_s": 0.0}
-    # The round, with the requests that failed: they were sent all the same.
+    # One that failed never came: an endpoint that answers a few requests must not look fast.
+    times = [math.inf if answer.error else answer.first_token_s for answer in answers]
+    percentiles = {f"first_token_p{p}_s": percentile(times, p) for p in (50, 90, 99)}
     seconds = max(due.at_s + one.whole_s for due, one in zip(requests, answers, strict=True))
     return {
-        **{f"first_token_p{p}_s": percentile(times, p) for p in (50, 90, 99)},
-        "requests_per_s": len(times) / seconds,
+        **{name: found for name, found in percentiles.items() if math.isfinite(found)},
+        "requests_per_s": sum(map(math.isfinite, times)) / seconds,
         "in_time_per_s": sum(time_s <= in_time_s for time_s in times) / seconds,
     }
 

@@ -199,12 +199,10 @@ def test_settings_are_drawn_by_the_seed_and_can_be_used(tmp_path):
         assert len({settings[section][name] for settings in drawn}) > 1
 
 
-def test_one_kind_alone_is_repeated_and_none_is_refused():
+def test_one_kind_alone_is_repeated():
     faults = schedule(kinds=[KINDS[0]], duration_s=60.0)
     assert {fault.kind for fault in faults} == {KINDS[0].name}
     assert math.isclose(len(faults), 15, abs_tol=5)
-    with pytest.raises(ValueError, match="no kind"):
-        schedule(kinds=[])
 
 
 def served(
