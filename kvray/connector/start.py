@@ -160,14 +160,14 @@ def read_engine_args(
     # `BreakableCUDAGraphRunner.execute` replays the layers without their hooks.
     graphs = text_of(llm_args, "prefill_cuda_graph_backend").lower()
     is_compiled = is_compiled or graphs not in ("", "disabled")
-    transfers = field_of(field_of(llm_args, "cache_transceiver_config"), "backend")
+    transfers = field_of(llm_args, "cache_transceiver_config")
     return EngineArgs(
         model=model,
         tokens_per_block=_tokens_per_block(llm_args, cache),
         num_ranks=num_ranks,
         rank=_rank(llm_args, num_ranks),
         block_reuse=field_of(cache, "enable_block_reuse") is not False,
-        has_writes_aside=partial_reuse or transfers is not None,
+        has_writes_aside=partial_reuse or field_of(transfers, "backend") is not None,
         owns_partial_blocks=partial_reuse and not is_compiled and not _copies_aside(),
         quantization=canonical_text(field_of(llm_args, "quant_config"), _QUANTIZATION),
         overrides=_overrides(llm_args, cache),
@@ -260,7 +260,8 @@ def _is_sparse(llm_args: Any, checkpoint: CheckpointConfig) -> bool:
 
 def _reuses_unwritten() -> bool:
     """Source: `storeBlocksForReuse` of the first cache manager, until 1.3.0rc11."""
-    version = getattr(sys.modules.get("tensorrt_llm"), "__version__", None)
+    tensorrt_llm = sys.modules.get("tensorrt_llm")
+    version = getattr(tensorrt_llm, "__version__", None)
     found = re.match(r"(\d+)\.(\d+)\.(\d+)(?:rc(\d+))?", str(version))
     numbers = [99 if one is None else int(one) for one in found.groups()] if found else [99]
     return numbers < [1, 3, 0, 11]

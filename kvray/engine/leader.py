@@ -226,7 +226,9 @@ class Leader:
             state.num_found, state.num_saved = min(state.num_found, end), min(state.num_saved, end)
         promise.num_computed = min(num_computed, promise.end * state.tokens_per_block)
         if answer is not None and answer.asked is not None:
-            found = answer.found._replace(reason="corrupt") if is_shorter else answer.found
+            is_there = self.shared.link.arena is promise.lease.arena
+            reason: MissReason = "corrupt" if is_there else "store_down"
+            found = answer.found._replace(reason=reason) if is_shorter else answer.found
             asked = answer.asked._replace(num_computed=num_computed)
             self._uncounted[request_id] = answer._replace(asked=asked, found=found)
         return promise.num_tokens

@@ -132,7 +132,7 @@ def _reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
         bool(field_of(cache, "kv_sharing_fast_prefill")),
         "kv_sharing_fast_prefill is set, which leaves blocks unfilled; switch it off.",
     )
-    model = vllm_config.model_config
+    model = field_of(vllm_config, "model_config")
     yield (
         callable(field_of(model, "hf_overrides")),
         "hf_overrides is a function, which nothing tells from others; give a dictionary.",

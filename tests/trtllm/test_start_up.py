@@ -44,6 +44,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("pipeline_parallel_size to 1", {"pipeline_parallel_size": 2}),
     ("context_parallel_size to 1", {"context_parallel_size": 2}),
     ("max_beam_width to 1", {"max_beam_width": 4}),
+    ("unset sleep_config", {"sleep_config": object()}),
     ("unset speculative_config", {"speculative_config": object()}),
     *[("unset speculative_config", drafts(kind)) for kind in DRAFT_LAYERS],
     ("unset kv_cache_config.host_cache", {"cache": {"host_cache_size": 2**30}}),

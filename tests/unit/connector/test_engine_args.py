@@ -101,6 +101,8 @@ def test_partly_reused_pages_may_be_written_where_layers_wait_for_their_copies(
 def test_a_compiled_model_is_noted():
     assert read_args(args_for(torch_compile_config=SimpleNamespace())).is_compiled
     assert read_args(args_for(torch_compile_enabled=True)).is_compiled
+    assert read_args(args_for(prefill_cuda_graph_backend="breakable")).is_compiled
+    assert not read_args(args_for(prefill_cuda_graph_backend="disabled")).is_compiled
     assert not read_args(args_for(torch_compile_config=None)).is_compiled
 
 

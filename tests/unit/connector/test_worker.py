@@ -142,11 +142,11 @@ def test_a_pass_that_was_dropped_is_fenced_off_from_the_next(warm):
     assert warm.serve(request) == HIT
 
 
-def test_blocks_of_a_request_are_free_once_they_were_read(warm):
+def test_the_engine_keeps_no_blocks_for_a_save_and_hears_of_each_id_once(warm):
     reads = warm.engine.pending_reads
     reads.begin(7)
     is_host = warm.engine.identity.is_host
-    assert warm.scheduler.request_finished(Request(7, [1]), []) is not is_host
+    assert warm.scheduler.request_finished(Request(7, [1]), []) is False
     assert warm.worker.get_finished([7, 8], []) == ([7, 8] if is_host else [8], [])
     assert warm.worker.get_finished([], []) == ([], [])
     reads.end(7)

@@ -114,6 +114,14 @@ def test_adapters_differ_by_their_bytes_and_ones_loaded_in_place_bypass(
 BLOCKS, PAGE = 6, 32
 
 
+class FullAttentionSpec(SimpleNamespace):
+    """Of a layer that looks at all tokens."""
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    """Of one that does not."""
+
+
 def cache_config(*, layers: int = 3, is_packed: bool = False, **spec: Any) -> SimpleNamespace:
     """Return a configuration whose blocks have their layers apart, or end to end."""
     names = [f"model.layers.{layer}.attn" for layer in range(layers)]
@@ -126,7 +134,9 @@ def cache_config(*, layers: int = 3, is_packed: bool = False, **spec: Any) -> Si
         offset=0,
         host_resident=False,
     )
-    group = SimpleNamespace(layer_names=names, kv_cache_spec=SimpleNamespace(**{**fields, **spec}))
+    group = SimpleNamespace(
+        layer_names=names, kv_cache_spec=FullAttentionSpec(**{**fields, **spec})
+    )
     return SimpleNamespace(num_blocks=BLOCKS, kv_cache_tensors=[placed], kv_cache_groups=[group])
 
 
@@ -200,6 +210,17 @@ def test_blocks_that_overlap_are_refused():
         read_layout(caches(described), described)
 
 
+@pytest.mark.parametrize("is_alike", [False, True])
+def test_layers_whose_pages_go_while_a_request_runs_are_refused(is_alike):
+    described = cache_config()
+    spec = SlidingWindowSpec(**vars(described.kv_cache_groups[0].kv_cache_spec))
+    if is_alike:
+        spec = SimpleNamespace(kv_cache_specs={"one": spec})
+    described.kv_cache_groups[0].kv_cache_spec = spec
+    with pytest.raises(ConfigError, match="SlidingWindowSpec"):
+        read_layout(caches(described), described)
+
+
 # Set-ups that would be served wrongly do not start.
 
 
@@ -210,6 +231,7 @@ def config(
     fields = {
         "parallel_config": SimpleNamespace(tensor_parallel_size=2, nnodes=1, **(parallel or {})),
         "cache_config": SimpleNamespace(**{"cache_dtype": "auto", **(cache or {})}),
+        "model_config": SimpleNamespace(hf_overrides={}, multimodal_config=None),
         "speculative_config": None,
         "kv_transfer_config": SimpleNamespace(kv_role="kv_both"),
     }
@@ -230,6 +252,15 @@ def test_what_is_served_starts():
         ({"cache": {"cache_dtype": "int8_per_token_head"}}, "scales beside the blocks"),
         ({"cache": {"kv_sharing_fast_prefill": True}}, "switch it off"),
         ({"speculative_config": SimpleNamespace()}, "speculative decoding"),
+        ({"model_config": SimpleNamespace(hf_overrides=lambda config: config)}, "a dictionary"),
+        (
+            {
+                "model_config": SimpleNamespace(
+                    multimodal_config=SimpleNamespace(mm_processor_cache_gb=0)
+                )
+            },
+            "one picture from another",
+        ),
         ({"kv_transfer_config": SimpleNamespace(kv_role="kv_producer")}, "set it to kv_both"),
     ],
 )
