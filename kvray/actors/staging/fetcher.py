@@ -4,7 +4,6 @@ State of the shard's event loop. A fetch goes on whatever becomes of the stage t
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
@@ -18,8 +17,9 @@ from kvray.actors.mover.orders import FetchOrder, FetchReport, Span
 from kvray.actors.ray_glue.arguments import packed
 from kvray.actors.staging.peers import Peers, mover_of, shard_of
 from kvray.actors.staging.plan import FetchStep, Peer, Prefix
+from kvray.config import StagingConfig
 from kvray.errors import KVRayError
-from kvray.identity.block import KEY_BYTES, BlockKey, head_number
+from kvray.identity.block import BlockKey, head_number
 from kvray.index import Run
 from kvray.trace.arrival import HERE, NVME, Arrivals, arrivals_of
 from kvray.trace.spans import past_span, traceparent
@@ -52,65 +52,30 @@ class Fetch:
 
     def __init__(self, prefix: Prefix, steps: Sequence[FetchStep]) -> None:
         """Fetch `steps` of a prefix."""
-        self.keys = keys = prefix.keys
-        windowed = prefix.windowed
+        self.prefix = prefix
         self.steps = tuple(steps)
-        self.spans = tuple(
-            Span(
-                source=mover_of(step.shard),
-                part=step.part,
-                keys=b"".join(keys[step.start : step.stop]),
-                parent=keys[step.start - 1] if step.start else b"",
-                depth=step.start,
-                head=head_number(keys[0]),
-                needs_parent=step.start > 0 and step.part not in windowed,
-                block_bytes=prefix.block_bytes[step.part],
-                namespace=prefix.namespace,
-            )
-            for step in steps
-        )
         self.blocks = [
-            (keys[block], step.part) for step in steps for block in range(step.start, step.stop)
+            (prefix.keys[block], step.part)
+            for step in steps
+            for block in range(step.start, step.stop)
         ]
         self.task: asyncio.Task[None]
         """What carries it out, from its start on; it ends whatever becomes of the fetch."""
         self.report: FetchReport | None = None
         """None while it is under way, and if the mover did not answer."""
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every block has arrived."""
-        return self.report is not None and not self.lacking()
+    def brought(self) -> Iterator[tuple[FetchStep, int]]:
+        """Yield each step, and how many of its leading blocks are here by the report."""
+        here = () if self.report is None else self.report.here
+        return zip(self.steps, itertools.chain(here, itertools.repeat(0)), strict=False)
 
-    def lacking(self) -> frozenset[str]:
-        """Return the movers that did not give all that was asked of them."""
-        assert self.report is not None, "it has finished"
-        return frozenset(
-            mover_of(step.shard)
-            for step, here in zip(self.steps, self.report.here, strict=False)
-            if here < step.stop - step.start
-        )
-
-    def ways(self, transport_of: Callable[[str], str]) -> dict[BlockKey, tuple[str, str]]:
-        """Return key -> transport and source shard, of the blocks that it has brought.
-
-        Without a report every step counts: the blocks may be committed before the mover says so.
-        Then `transport_of` gives the transport by which a shard gave blocks last, or an empty text.
-        """
-        found: dict[BlockKey, tuple[str, str]] = {}
-        here = self.report.here if self.report is not None else ()
-        for step, num_here in itertools.zip_longest(self.steps, here[: len(self.steps)]):
-            is_own = step.shard == NVME
-            if self.report is None:
-                stop, transport = step.stop, NVME if is_own else transport_of(step.shard) or HERE
-            else:
-                stop = min(step.stop, step.start + (num_here or 0))
-                source = self.report.sources.get(NVME if is_own else mover_of(step.shard))
-                transport = source.transport if source is not None else ""
-            if transport:
-                way = transport, "" if is_own else step.shard
-                found.update(dict.fromkeys(self.keys[step.start : stop], way))
-        return found
+    def missing(self) -> list[FetchStep]:
+        """Return the ends of steps that have not arrived, each from its first missing block on."""
+        return [
+            replace(step, start=step.start + num_here)
+            for step, num_here in self.brought()
+            if step.start + num_here < step.stop
+        ]
 
 
 class Fetcher:
@@ -120,16 +85,15 @@ class Fetcher:
         self,
         peers: Peers,
         nvme: Callable[[], LocalDisk | None],
+        settings: StagingConfig,
         *,
-        deadline_s: float,
-        fetches_max: int,
         waiting_max: int,
     ) -> None:
-        """The mover has `fetches_max` orders at once; `waiting_max` stages wait for one source."""
+        """At most `waiting_max` stages wait for one source."""
         self._peers = peers
         self._nvme = nvme
-        self._deadline_s = deadline_s
-        self._room = asyncio.Semaphore(fetches_max)
+        self._deadline_s = settings.deadline_s
+        self._room = asyncio.Semaphore(settings.fetches_max)
         self._waiting_max = waiting_max
         self._waiting: Counter[str] = Counter()  # source -> stages that wait for it
         self._by_block: dict[tuple[BlockKey, int], Fetch] = {}
@@ -155,13 +119,13 @@ class Fetcher:
         found = (self._by_block.get(block) for block in blocks)
         return list(dict.fromkeys(fetch for fetch in found if fetch is not None))
 
-    @contextlib.contextmanager
-    def waiting_for(self, fetches: Sequence[Fetch]) -> Iterator[None]:
-        """Count a stage as waiting for each source of `fetches`."""
+    async def wait(self, fetches: Sequence[Fetch], *, timeout_s: float | None = None) -> None:
+        """Wait until one of `fetches` ends, and count as a stage that waits for their sources."""
         sources = {step.shard for fetch in fetches for step in fetch.steps}
         self._waiting.update(sources)
         try:
-            yield
+            tasks = {one.task for one in fetches}
+            await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._waiting.subtract(sources)
 
@@ -173,6 +137,29 @@ class Fetcher:
         self.tasks.add(fetch.task)
         fetch.task.add_done_callback(lambda task: self._finish(task, fetch))
         return fetch
+
+    def arrivals(self, fetches: Sequence[Fetch], keys: Sequence[BlockKey]) -> Arrivals:
+        """Return how the blocks of a prefix, all here now, came by the `fetches` of a stage.
+
+        Blocks in no fetch were here before. Without a report every step counts: its blocks may be
+        committed before the mover says so. Then they count as brought by the transport by which
+        their source gave blocks last, if it ever did.
+        """
+        ways: dict[BlockKey, tuple[str, str]] = {}
+        for fetch in fetches:
+            for step, num_here in fetch.brought():
+                is_own = step.shard == NVME
+                if fetch.report is None:
+                    stop = step.stop
+                    transport = NVME if is_own else self._peers.last_transport(step.shard) or HERE
+                else:
+                    stop = min(step.stop, step.start + num_here)
+                    source = fetch.report.sources.get(NVME if is_own else mover_of(step.shard))
+                    transport = source.transport if source is not None else ""
+                if transport:
+                    way = transport, "" if is_own else step.shard
+                    ways.update(dict.fromkeys(fetch.prefix.keys[step.start : stop], way))
+        return arrivals_of([ways.get(key) for key in keys]) if ways else ()
 
     def status(self) -> dict[str, Any]:
         """Return figures for people; from any thread."""
@@ -218,18 +205,21 @@ class Fetcher:
         left_s = until - time.monotonic()
         if left_s > 0:
             began = time.time()
-            fetch.report = await carry_out(FetchOrder(spans=fetch.spans, deadline_s=left_s))
+            spans = _spans(fetch.prefix, fetch.steps)
+            fetch.report = await carry_out(FetchOrder(spans=spans, deadline_s=left_s))
             self._note(fetch.report, began)
 
     async def _promote_at_sources(self, fetch: Fetch, until: float) -> bool:
         """Have shards promote what their movers lacked; True: the movers are worth a new order."""
-        if fetch.report is None or fetch.is_whole:
+        if fetch.report is None:
             return False
         missing: dict[str, list[Span]] = {}
-        for step, span, here in zip(fetch.steps, fetch.spans, fetch.report.here, strict=False):
-            source = fetch.report.sources.get(mover_of(step.shard))
-            if here < step.stop - step.start and source is not None and source.error is None:
-                missing.setdefault(step.shard, []).append(_rest_of(span, here))
+        steps = fetch.missing()
+        for step, span in zip(steps, _spans(fetch.prefix, steps), strict=True):
+            source = fetch.report.sources.get(span.source)
+            if source is not None and source.error is None:
+                # Without their parents, which are here: the source may not have those.
+                missing.setdefault(step.shard, []).append(replace(span, needs_parent=False))
         left_s = min(_PROMOTE_S, max(0.0, until - time.monotonic()))
         calls = [
             self._peers.call(
@@ -268,19 +258,6 @@ class Fetcher:
                 self._counts.update(staged_blocks=source.num_blocks, staged_bytes=source.num_bytes)
 
 
-def arrivals_by(
-    fetches: Sequence[Fetch], keys: Sequence[BlockKey], transport_of: Callable[[str], str]
-) -> Arrivals:
-    """Return how the blocks of a prefix, all here now, came by the `fetches` of a stage.
-
-    Blocks in no fetch were here before.
-    """
-    ways: dict[BlockKey, tuple[str, str]] = {}
-    for fetch in fetches:
-        ways.update(fetch.ways(transport_of))
-    return arrivals_of([ways.get(key) for key in keys]) if ways else ()
-
-
 def first_steps(steps: Sequence[FetchStep]) -> list[FetchStep]:
     """Return the first of `steps`, as many as one fetch takes."""
     is_own = steps[0].shard == NVME
@@ -295,16 +272,20 @@ def first_steps(steps: Sequence[FetchStep]) -> list[FetchStep]:
     return taken
 
 
-def _rest_of(span: Span, num_blocks: int) -> Span:
-    """Return a span without its first blocks, for a node that may not have those.
-
-    Its blocks are useful without their parents, which the asking node has.
-    """
-    at = num_blocks * KEY_BYTES
-    return replace(
-        span,
-        keys=span.keys[at:],
-        parent=span.keys[at - KEY_BYTES : at] if num_blocks else span.parent,
-        depth=span.depth + num_blocks,
-        needs_parent=False,
+def _spans(prefix: Prefix, steps: Sequence[FetchStep]) -> tuple[Span, ...]:
+    """Return steps of a prefix as the mover takes them."""
+    keys, windowed = prefix.keys, prefix.windowed
+    return tuple(
+        Span(
+            source=mover_of(step.shard),
+            part=step.part,
+            keys=b"".join(keys[step.start : step.stop]),
+            parent=keys[step.start - 1] if step.start else b"",
+            depth=step.start,
+            head=head_number(keys[0]),
+            needs_parent=step.start > 0 and step.part not in windowed,
+            block_bytes=prefix.block_bytes[step.part],
+            namespace=prefix.namespace,
+        )
+        for step in steps
     )

@@ -26,8 +26,8 @@ import numpy as np
 from kvray.actors.lookup.delta import partition_of
 from kvray.actors.names import lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces
-from kvray.actors.staging.fetcher import Fetch, Fetcher, LocalDisk, arrivals_by, first_steps
-from kvray.actors.staging.peers import Peers
+from kvray.actors.staging.fetcher import Fetch, Fetcher, LocalDisk, first_steps
+from kvray.actors.staging.peers import Peers, mover_of
 from kvray.actors.staging.plan import (
     FetchStep,
     Mask,
@@ -139,13 +139,7 @@ class Stager:
         self._num_shards = num_shards
         self._num_partitions = num_partitions
         self._nvme = nvme
-        self._fetcher = Fetcher(
-            peers,
-            nvme,
-            deadline_s=settings.deadline_s,
-            fetches_max=settings.fetches_max,
-            waiting_max=_WAITING_MAX,
-        )
+        self._fetcher = Fetcher(peers, nvme, settings, waiting_max=_WAITING_MAX)
         self._stages: set[asyncio.Task[StageReason]] = set()
         """Those included that nobody waits for now."""
         self._is_closing = False
@@ -170,12 +164,14 @@ class Stager:
         if len(self._stages) >= _STAGES_MAX:
             self._counts["refused"] += 1
             return Staged(num_blocks=0, reason="too_slow")
-        now = time.monotonic()
+        now, loop = time.monotonic(), asyncio.get_running_loop()
         until = min(until, now + self._settings.deadline_s)
-        stage = _Stage(prefix, ends=now + self._settings.deadline_s)
-        work = asyncio.get_running_loop().create_task(self._bring(stage))
+        fetches: list[Fetch] = []
+        work = loop.create_task(self._bring(prefix, fetches))
+        # As `asyncio.timeout`, which Python 3.10 lacks: nothing that it awaits loses this.
+        deadline = loop.call_later(self._settings.deadline_s, work.cancel)
         self._stages.add(work)
-        work.add_done_callback(self._end)
+        work.add_done_callback(lambda _: self._end(work, deadline))
         await asyncio.wait({work}, timeout=max(0.0, until - now))
         reason: StageReason = "too_slow"
         if not work.done() or work.cancelled():
@@ -186,9 +182,7 @@ class Stager:
         return Staged(
             num_blocks=num_blocks,
             reason="none" if num_blocks == len(prefix.keys) else reason,
-            arrivals=arrivals_by(
-                stage.fetches, prefix.keys[:num_blocks], self._peers.last_transport
-            ),
+            arrivals=self._fetcher.arrivals(fetches, prefix.keys[:num_blocks]),
         )
 
     async def num_here(self, prefix: Prefix) -> int:
@@ -258,17 +252,21 @@ class Stager:
             "peers": self._peers.status(),
         }
 
-    def _end(self, work: "asyncio.Task[StageReason]") -> None:
+    def _end(self, work: "asyncio.Task[StageReason]", deadline: asyncio.TimerHandle) -> None:
+        deadline.cancel()
         self._stages.discard(work)
         error = None if work.cancelled() else work.exception()
         if error is not None and not isinstance(error, ShardUnavailable):
             _log.error("a stage ended by a defect", exc_info=error)
 
-    async def _bring(self, stage: "_Stage") -> StageReason:
-        """Bring the missing blocks of a stage; return why not all of them are here."""
-        prefix, runs, failed, fruitless = stage.prefix, None, frozenset[str](), 0
+    async def _bring(self, prefix: Prefix, fetches: list[Fetch]) -> StageReason:
+        """Bring the missing blocks of `prefix`; return why not all of them are here.
+
+        Adds to `fetches` those that bring blocks of it, its own and those of others that it joins.
+        """
+        runs, failed, fruitless, joins = None, frozenset[str](), 0, 0
         obstacle: StageReason = "not_stored"
-        while fruitless < _FRUITLESS_MAX and stage.left_s > 0:
+        while fruitless < _FRUITLESS_MAX:
             here = await self._present(prefix)
             if longest_prefix(prefix, here) == prefix.num_blocks:
                 return "none"
@@ -289,32 +287,24 @@ class Stager:
             if _is_large(prefix) and self._has_any(prefix, steps):
                 continue  # they came while the others were looked for
             if before := self._fetcher.covering(prefix.keys, steps):
-                await self._join(stage, before)
+                self._counts["joined"] += not joins
+                fetches += [one for one in before if one not in fetches]
+                wait_s = _JOINED_S[min(joins, len(_JOINED_S) - 1)]
+                joins += 1
+                with span("fetch", {"kvray.joined": True}):
+                    await self._fetcher.wait(before, timeout_s=wait_s)
                 continue
             fetch = self._fetcher.start(prefix, steps)
-            stage.fetches.append(fetch)
-            with self._fetcher.waiting_for([fetch]):
-                await asyncio.wait({fetch.task}, timeout=stage.left_s)
-            if not fetch.task.done():
-                break
+            fetches.append(fetch)
+            await self._fetcher.wait([fetch])
             if fetch.report is None:
                 return "store_down"  # the node's own mover, which every other source needs too
-            if not fetch.is_whole:
+            if missing := fetch.missing():
                 # Do not ask the sources that lacked blocks again; others may have changed too.
                 fruitless += 1
-                failed |= fetch.lacking()
+                failed |= {mover_of(step.shard) for step in missing}
                 runs = None
         return "too_slow"
-
-    async def _join(self, stage: "_Stage", fetches: Sequence[Fetch]) -> None:
-        """Wait until one of others' fetches ends, or a while: the blocks may be here sooner."""
-        self._counts["joined"] += not stage.joins
-        stage.fetches += [one for one in fetches if one not in stage.fetches]
-        wait_s = _JOINED_S[min(stage.joins, len(_JOINED_S) - 1)]
-        stage.joins += 1
-        with self._fetcher.waiting_for(fetches), span("fetch", {"kvray.joined": True}):
-            tasks = {one.task for one in fetches}
-            await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def _locate(self, prefix: Prefix) -> tuple[list[Run], StageReason]:
         """Return the holders of `prefix`, and why there may be more of it than they have."""
@@ -357,22 +347,6 @@ class Stager:
             self._arena.present(prefix.keys[step.start : step.stop], [step.part])[0].any()
             for step in steps
         )
-
-
-@dataclass(slots=True)
-class _Stage:
-    """What one stage tells who waits for it."""
-
-    prefix: Prefix
-    ends: float
-    fetches: list[Fetch] = field(default_factory=list)
-    """Those that brought blocks of it, or were joined."""
-    joins: int = 0  # waits for others' fetches
-
-    @property
-    def left_s(self) -> float:
-        """The time that it has left."""
-        return self.ends - time.monotonic()
 
 
 def _is_large(prefix: Prefix) -> bool:
