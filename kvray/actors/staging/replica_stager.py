@@ -2,10 +2,11 @@
 
 import secrets
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Annotated, Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.plan import Peer
@@ -16,12 +17,11 @@ from kvray.actors.staging.replicas import (
     Reader,
     Replicas,
     Seconds,
-    StageRequest,
     checked,
     keys_of,
     prefix_for,
 )
-from kvray.actors.staging.spread import RankLeases, Spread, Verifier
+from kvray.actors.staging.spread import RankLeases, Spread, StageRequest, Verifier
 from kvray.actors.staging.stager import Staged, Stager
 from kvray.config import StagingConfig
 from kvray.errors import ConfigError
@@ -29,28 +29,28 @@ from kvray.index import PARTS_MAX
 from kvray.routing import Link, Profile
 from kvray.store import Arena
 
-_SECONDS = TypeAdapter(Seconds)
-_PLACE: TypeAdapter[int | None] = TypeAdapter(Count | None)
-_NUMBER: TypeAdapter[int] = TypeAdapter(Annotated[Positive, Field(lt=PARTS_MAX)])
-_Token = Annotated[Name, Field(max_length=64)]
-_TOKEN = TypeAdapter(_Token)
-_TOKENS: TypeAdapter[tuple[str, ...]] = TypeAdapter(
-    Annotated[tuple[_Token, ...], Field(max_length=64)]
-)
 _UNMEASURED_BYTES_PER_S = 2e9
 """Of a disk or another node that has given nothing yet; a guess of routers, until it has."""
 _SUMMING_SHARE = 0.3  # share of the wait for checking the blocks that arrived
+_Token = Annotated[Name, Field(max_length=64)]
 
 
-class RankNodes(Protocol):
-    """The nodes that the ranks of a replica are on: this one, or others too."""
+class _Asked(BaseModel):
+    """The fields of a stage request besides its keys, as on the wire."""
 
-    def lease(self, request: StageRequest, until: float) -> Coroutine[Any, Any, Staged]:
-        """Stage and lease for all ranks; return the blocks that every one has by then.
+    model_config = ConfigDict(extra="forbid")
 
-        This node's are kept for its ranks to lease; those of others have leases, if it has a token.
-        """
-        ...
+    wait_s: Seconds
+    tokens_per_s: Seconds = 0.0
+    verify_from: Count | None = None
+    stored_by: Annotated[Positive, Field(lt=PARTS_MAX)] | None = None
+    token: Annotated[_Token, Field(min_length=0)] = ""
+    """Names the leases of ranks on other nodes; empty: one is made up."""
+    unread: Annotated[tuple[_Token, ...], Field(max_length=64)] = ()
+    """The tokens of calls whose answers did not arrive; their leases are released."""
+
+
+_ASKED = TypeAdapter(_Asked)
 
 
 class ReplicaStager:
@@ -72,50 +72,36 @@ class ReplicaStager:
         """Those of ranks here, for leaders elsewhere."""
         self._verifier = Verifier(arena, stager.handovers)
 
-    async def stage(
-        self,
-        replica: str,
-        rank: int,
-        keys: bytes,
-        wait_s: float,
-        tokens_per_s: float = 0.0,
-        *,
-        verify_from: int | None = None,
-        stored_by: int | None = None,
-        token: str = "",
-        unread: Sequence[str] = (),
-    ) -> dict[str, Any]:
+    async def stage(self, replica: str, rank: int, keys: bytes, **fields: Any) -> dict[str, Any]:
         """Answer an engine's `stage`, whose arguments are those of `node.StageCalls.stage`.
 
-        `keys` lie end to end, from the prompt's root. `token` names the leases of ranks on other
-        nodes; empty: one is made up. `unread` has the tokens of calls whose answers did not arrive;
-        their leases are released.
+        `keys` lie end to end, from the prompt's root.
 
         Returns num_blocks and reason; the leases of ranks on other nodes: rank -> [arena_id,
         lease_id, page, num_slots, check]; and, unless all blocks were here, their arrivals: [stop,
         way, source] each, as in `Arrival`. Raises ConfigError for an invalid field, or if no such
         rank is registered.
         """
-        until = time.monotonic() + self._wait_s(wait_s)
-        unread_tokens = checked(_TOKENS, unread, "unread")
-        nodes, ranks, readers = self._nodes_of(replica, rank)
-        if nodes is self._spread and unread_tokens:
-            self._spread.release_unread(replica, unread_tokens)
-        if stored_by is not None:
-            dealt_to = checked(_NUMBER, stored_by, "stored_by")
-            if nodes is self._spread:
-                return {"num_blocks": 0, "reason": "store_down", "leases": {}}
-            readers = {one: reader.resliced(dealt_to) for one, reader in readers.items()}
+        asked = checked(_ASKED, fields, "stage")
+        until = time.monotonic() + min(asked.wait_s, self._settings.deadline_s)
+        ranks, readers = self._ranks_of(replica, rank)
         request = StageRequest(
             replica=replica,
             ranks=ranks,
             readers=readers,
             keys=keys_of(keys),
-            tokens_per_s=checked(_SECONDS, tokens_per_s, "tokens_per_s"),
-            verify_from=checked(_PLACE, verify_from, "verify_from"),
-            token=checked(_TOKEN, token or secrets.token_hex(16), "token"),
+            tokens_per_s=asked.tokens_per_s,
+            verify_from=asked.verify_from,
+            token=asked.token or secrets.token_hex(16),
         )
-        staged = await nodes.lease(request, until)
+        if not request.is_here and asked.unread:
+            self._spread.release_unread(replica, asked.unread)
+        if (stored_by := asked.stored_by) is not None:
+            if not request.is_here:
+                return {"num_blocks": 0, "reason": "store_down", "leases": {}}
+            resliced = {one: reader.resliced(stored_by) for one, reader in readers.items()}
+            request = replace(request, readers=resliced)
+        staged = await self._lease(request, until)
         answer = {**_answer(staged), "leases": staged.leases}
         if staged.num_blocks and staged.arrivals:
             answer["arrivals"] = staged.arrivals
@@ -127,16 +113,16 @@ class ReplicaStager:
         Returns num_blocks here within `deadline_s`, num_staged that were not here before, the
         arrivals of those of this node, and reason.
         """
-        nodes, ranks, readers = self._nodes_of(replica, rank)
+        ranks, readers = self._ranks_of(replica, rank)
         request = StageRequest(replica=replica, ranks=ranks, readers=readers, keys=keys_of(keys))
         before = await self._stager.num_here(request.prefix)
-        staged = await nodes.lease(request, time.monotonic() + self._settings.deadline_s)
+        staged = await self._lease(request, time.monotonic() + self._settings.deadline_s)
         num_staged = max(0, staged.num_blocks - before)
         return {**_answer(staged), "num_staged": num_staged, "arrivals": staged.arrivals}
 
     def profile(self, replica: str, rank: int, num_partitions: int) -> Profile:
         """Return what a router has to know of a replica, one rank of which is registered here."""
-        _, _, readers = self._nodes_of(replica, rank)
+        _, readers = self._ranks_of(replica, rank)
         namespace, has_tenants = readers[rank].namespace, readers[rank].tenants is not None
         prefix = prefix_for((), readers.values(), 0.0)
         disk, peers = self._stager.ways()
@@ -173,11 +159,12 @@ class ReplicaStager:
         if len(here) < len(set(ranks)):
             missing = sorted(set(ranks) - here.keys())
             raise ConfigError(f"Ranks {missing} of {replica!r:.80} have not registered here.")
-        wait_s = self._wait_s(wait_s)
+        fields = {"wait_s": wait_s, "tokens_per_s": tokens_per_s, "verify_from": verify_from}
+        asked = checked(_ASKED, fields, "stage_ranks")
+        wait_s, first = min(asked.wait_s, self._settings.deadline_s), asked.verify_from
         until = time.monotonic() + wait_s
-        first = checked(_PLACE, verify_from, "verify_from")
         summing_s = 0.0 if first is None else wait_s * _SUMMING_SHARE
-        prefix = prefix_for(keys_of(b"".join(keys)), here.values(), tokens_per_s)
+        prefix = prefix_for(keys_of(b"".join(keys)), here.values(), asked.tokens_per_s)
         staged = await self._stager.stage(prefix, until=until - summing_s)
         if first is not None:
             staged = await self._verifier.valid(prefix, staged, first, until=until)
@@ -198,19 +185,22 @@ class ReplicaStager:
         await self._verifier.close()
         await self._stager.close()
 
-    def _wait_s(self, asked: float) -> float:
-        return min(checked(_SECONDS, asked, "wait_s"), self._settings.deadline_s)
+    async def _lease(self, request: StageRequest, until: float) -> Staged:
+        """Stage and lease for all ranks; return the blocks that every one has by then.
 
-    def _nodes_of(
-        self, replica: str, rank: int
-    ) -> tuple[RankNodes, Sequence[int], Mapping[int, Reader]]:
-        """Return the nodes of the ranks that one asks for, those ranks, and how those here read."""
+        This node's are kept for its ranks to lease; those of others have leases, if it has a token.
+        """
+        if request.is_here:
+            return await self._stager.stage(request.prefix, until=until)
+        return await self._spread.lease(request, until)
+
+    def _ranks_of(self, replica: str, rank: int) -> tuple[Sequence[int], Mapping[int, Reader]]:
+        """Return the ranks that one asks for, and how those of them that are here read."""
         reader = self._replicas.reader(replica, rank)
         if reader is None:
             raise ConfigError(f"Rank {rank} of {replica!r:.80} has not registered here.")
         ranks = reader.ranks(rank)
-        readers = self._replicas.readers(replica, ranks)
-        return self._stager if len(readers) == len(ranks) else self._spread, ranks, readers
+        return ranks, self._replicas.readers(replica, ranks)
 
 
 def _link(peer: Peer) -> Link:

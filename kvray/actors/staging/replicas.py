@@ -6,7 +6,7 @@ Values that engines and other shards send are checked here.
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
@@ -138,38 +138,22 @@ class Reader:
         """Bytes of one of its parts of a block, on average."""
         return max(1, self.namespace.part_bytes // len(self.part_requests))
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageRequest:
-    """What a leader wants for the ranks of its engine."""
-
-    replica: str
-    ranks: Sequence[int]
-    readers: Mapping[int, Reader]
-    """How those of `ranks` read that are on this node."""
-    keys: Sequence[BlockKey]
-    tokens_per_s: float = 0.0
-    verify_from: int | None = None
-    """The first block that ranks on other nodes verify; None: none."""
-    token: str | None = None
-    """Names the leases of ranks on other nodes; None: they need none."""
-
     @property
-    def prefix(self) -> Prefix:
-        """What this node is to have."""
-        return prefix_for(self.keys, self.readers.values(), self.tokens_per_s)
+    def block_bytes(self) -> dict[int, int]:
+        """Part -> bytes of one block of it."""
+        average = self.part_bytes
+        return {part: size or average for part, _, size in self.part_requests}
 
 
 def prefix_for(
     blocks: Sequence[BlockKey], readers: Iterable[Reader], tokens_per_s: float
 ) -> Prefix:
     """Return the prefix that `readers` need of `blocks`; an engine computes `tokens_per_s`."""
-    requests, block_bytes, tokens_per_block, namespace = [], {}, 0, 0
+    requests, tokens_per_block, namespace = [], 0, 0
+    block_bytes: dict[int, int] = {}
     for reader in readers:
         requests.append(reader.part_requests)
-        block_bytes.update(
-            {part: size or reader.part_bytes for part, _, size in reader.part_requests}
-        )
+        block_bytes |= reader.block_bytes
         tokens_per_block = reader.namespace.tokens_per_block
         namespace = namespace_id(reader.namespace.digest())
     return Prefix(
@@ -374,8 +358,10 @@ class Replicas:
 
     def block_bytes(self, replica: str, slot_bytes: Callable[[int], int]) -> int:
         """Return what a block of a replica takes of this node's memory, part by part."""
-        own = [one.reader for (name, _), one in self._ranks.items() if name == replica]
-        parts = {part: size or one.part_bytes for one in own for part, _, size in one.part_requests}
+        parts: dict[int, int] = {}
+        for (name, _), one in self._ranks.items():
+            if name == replica:
+                parts |= one.reader.block_bytes
         return max(1, sum(map(slot_bytes, parts.values())))
 
     def connected(self) -> list[tuple[str, int]]:

@@ -17,13 +17,13 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.plan import Prefix
-from kvray.actors.staging.replicas import Replicas, StageRequest, keys_of
+from kvray.actors.staging.replicas import Reader, Replicas, keys_of, prefix_for
 from kvray.actors.staging.stager import Handovers, Staged, Stager
 from kvray.errors import KVRayError
 from kvray.identity.block import BlockKey
@@ -42,6 +42,32 @@ _RELEASING_S = 60.0
 _CANCEL_S = 1.0  # how long a cancelled release may take to end; the rest end with the loop
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRequest:
+    """What a leader wants for the ranks of its engine."""
+
+    replica: str
+    ranks: Sequence[int]
+    readers: Mapping[int, Reader]
+    """How those of `ranks` read that are on this node."""
+    keys: Sequence[BlockKey]
+    tokens_per_s: float = 0.0
+    verify_from: int | None = None
+    """The first block that ranks on other nodes verify; None: none."""
+    token: str | None = None
+    """Names the leases of ranks on other nodes; None: they need none."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all of its ranks are on this node."""
+        return len(self.readers) == len(self.ranks)
+
+    @property
+    def prefix(self) -> Prefix:
+        """What this node is to have."""
+        return prefix_for(self.keys, self.readers.values(), self.tokens_per_s)
+
+
 class Spread:
     """The nodes of a replica that has ranks elsewhere; state of the event loop."""
 
@@ -52,7 +78,7 @@ class Spread:
         self._releases: set[asyncio.Task[None]] = set()
 
     async def lease(self, request: StageRequest, until: float) -> Staged:
-        """See `RankNodes.lease`; a shard without an answer in time counts as one without blocks."""
+        """Stage and lease for all ranks; a shard that is late counts as one without blocks."""
         try:
             return await asyncio.wait_for(self._lease_all(request, until), until - time.monotonic())
         except asyncio.TimeoutError:

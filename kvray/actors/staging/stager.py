@@ -17,7 +17,7 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,6 @@ from kvray.actors.staging.plan import (
     merged,
     plan_staging,
 )
-from kvray.actors.staging.replicas import StageRequest
 from kvray.config import StagingConfig
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey
@@ -144,10 +143,6 @@ class Stager:
         """Those included that nobody waits for now."""
         self._is_closing = False
         self._counts: Counter[str] = Counter()
-
-    def lease(self, request: StageRequest, until: float) -> Coroutine[Any, Any, Staged]:
-        """See `RankNodes.lease`, for ranks that are all here."""
-        return self.stage(request.prefix, until=until)
 
     async def stage(self, prefix: Prefix, *, until: float) -> Staged:
         """Have the missing blocks of `prefix` brought; return what is here by then, and keep it.

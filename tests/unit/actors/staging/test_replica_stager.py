@@ -38,7 +38,7 @@ class Pair:
 
     async def stage(self, wait_s: float = 2.0, **more: Any) -> tuple[int, str, dict[int, Any]]:
         """Have the leader stage KEYS; return how many came, why no more, and leases elsewhere."""
-        answer = await self.leader.stage("r", 0, PACKED, wait_s, **more)
+        answer = await self.leader.stage("r", 0, PACKED, wait_s=wait_s, **more)
         return answer["num_blocks"], answer["reason"], answer["leases"]
 
     def leased(self, rank: int) -> int:
@@ -165,7 +165,7 @@ async def test_the_windows_of_the_shortest_prefix_are_checked(pair):
     flip_a_byte(pair.ranks[1], depth=8, part=2)  # far before the windows of all 20
     assert await pair.stage(verify_from=0) == (0, "corrupt", {})
     assert pair.leased(1) == 0
-    valid = await pair.leader.stage("r", 0, PACKED[: 8 * 32], 2.0, verify_from=0)
+    valid = await pair.leader.stage("r", 0, PACKED[: 8 * 32], wait_s=2.0, verify_from=0)
     assert valid["num_blocks"] == 8
     assert valid["leases"][1][3] == 8 + 4
 
@@ -222,7 +222,7 @@ async def test_a_long_prompt_travels_in_pieces_that_ray_sends_with_the_call(pair
     staged = {"num_blocks": 5000, "reason": "none"}
     pair.nodes.others["kvray-shard-b.stage_ranks"] = note("stage", staged)
     pair.nodes.others["kvray-shard-b.lease_ranks"] = note("lease", {1: ["arena", 1, 0, 4]})
-    answer = await pair.leader.stage("r", 0, b"".join(keys), 2.0)
+    answer = await pair.leader.stage("r", 0, b"".join(keys), wait_s=2.0)
     assert answer["num_blocks"] == 4
     assert seen == {"stage": 5000 * 32, "lease": 4 * 32}
 
@@ -284,7 +284,7 @@ async def test_a_prefetch_tells_what_it_has_brought_for_all_ranks(pair):
 
 async def test_who_has_not_registered_is_told_so_and_has_no_ranks_elsewhere(pair):
     with pytest.raises(ConfigError, match="has not registered"):
-        await pair.leader.stage("unknown", 0, PACKED, 0.1, 0.0)
+        await pair.leader.stage("unknown", 0, PACKED, wait_s=0.1)
     with pytest.raises(ConfigError, match="has not registered"):
         await pair.leader.prefetch("unknown", 0, PACKED)
     with pytest.raises(ConfigError, match=r"Ranks \[0\]"):
