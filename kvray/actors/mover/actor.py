@@ -1,7 +1,6 @@
 """The Ray actor around a mover."""
 
 import os
-import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -40,7 +39,7 @@ class MoverActor:
             name,
             config.node_dir,
             config.staging,
-            self._movers.mover,
+            self._movers,
             # Ray restarts it, and it attaches to the arena that is there then.
             ended=lambda: os._exit(1),
             lock_wait_s=config.arena.lock_wait_s,
@@ -100,67 +99,53 @@ class MoverActor:
 
 
 class RayMovers:
-    """The movers of other nodes, by name. Thread-safe."""
+    """The movers of other nodes, which Ray finds by their names. Thread-safe."""
 
     def __init__(self) -> None:
-        self._movers: dict[str, RayMover] = {}
-        self._lock = threading.Lock()
+        self._handles: dict[str, Any] = {}
+        """Those found so far. One that a thread drops or forgets is looked up again."""
         # Without Ray's head a look-up never returns; the caller must not hang with it.
         self._lookups = ThreadPoolExecutor(2, "kvray-lookup")
 
-    def mover(self, name: str) -> "RayMover":
-        """Return the mover of that name; its first call looks it up."""
-        with self._lock:
-            return self._movers.setdefault(name, RayMover(name, self._lookups))
+    def lease(self, mover: str, request: LeaseRequest, *, timeout_s: float) -> ReadLease:
+        """Lease blocks there."""
+        lease: ReadLease = self._call(mover, "lease", *packed(request), timeout_s=timeout_s)
+        return lease
+
+    def send(self, mover: str, order: SendOrder, *, timeout_s: float) -> Any:
+        """Have a piece sent here."""
+        return self._call(mover, "send", order, timeout_s=timeout_s)
+
+    def release(
+        self, mover: str, token: int, suspects: Sequence[tuple[int, bytes]], *, timeout_s: float
+    ) -> None:
+        """End a read lease there, and have blocks that arrived wrong checked."""
+        self._found(mover, timeout_s).release.remote(token, suspects)
 
     def retain(self, names: Iterable[str]) -> None:
         """Forget all movers but these."""
-        with self._lock:
-            self._movers = {name: self._movers[name] for name in names if name in self._movers}
+        known = self._handles.copy()
+        self._handles = {name: known[name] for name in names if name in known}
 
-
-class RayMover:
-    """The mover of another node, as a `RemoteMover`: looked up with Ray by name. Thread-safe."""
-
-    def __init__(self, name: str, lookups: ThreadPoolExecutor) -> None:
-        self._name = name
-        self._lookups = lookups
-        self._handle: Any = None
-
-    def lease(self, request: LeaseRequest, *, timeout_s: float) -> ReadLease:
-        """Lease blocks there."""
-        lease: ReadLease = self._call("lease", *packed(request), timeout_s=timeout_s)
-        return lease
-
-    def send(self, order: SendOrder, *, timeout_s: float) -> Any:
-        """Have a piece sent here."""
-        return self._call("send", order, timeout_s=timeout_s)
-
-    def release(
-        self, token: int, suspects: Sequence[tuple[int, bytes]], *, timeout_s: float
-    ) -> None:
-        """End a read lease there, and have blocks that arrived wrong checked."""
-        self._found(timeout_s).release.remote(token, suspects)
-
-    def _call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        handle = self._found(timeout_s)
+    def _call(self, mover: str, method: str, *args: Any, timeout_s: float) -> Any:
+        handle = self._found(mover, timeout_s)
         try:
             return call(getattr(handle, method), *args, timeout_s=timeout_s)
         except ShardUnavailable:
-            self._handle = None  # it may have been replaced
+            self._handles.pop(mover, None)  # it may have been replaced
             raise
 
-    def _found(self, timeout_s: float) -> Any:
+    def _found(self, mover: str, timeout_s: float) -> Any:
         """Return the handle; ShardUnavailable if there is none, or Ray does not answer."""
-        handle = self._handle
+        handle = self._handles.get(mover)
         if handle is None:
             try:
-                handle = self._lookups.submit(get_actor, self._name).result(timeout_s)
+                handle = self._lookups.submit(get_actor, mover).result(timeout_s)
             except FutureTimeoutError:
                 raise ShardUnavailable(
-                    f"Ray does not say where {self._name} is; is its head up?"
+                    f"Ray does not say where {mover} is; is its head up?"
                 ) from None
-            self._handle = handle
+            self._handles[mover] = handle
         return handle
 
 

@@ -28,7 +28,7 @@ from kvray.actors.mover.orders import (
     SendOrder,
     Span,
 )
-from kvray.actors.mover.peer_links import PeerLinks, is_link_error
+from kvray.actors.mover.peer_links import PeerLinks, RemoteMovers, is_link_error
 from kvray.actors.mover.source import FIRST_BYTES, Pace, Piece, Source
 from kvray.config import StagingConfig
 from kvray.errors import KVRayError, ShardUnavailable, TransferTimeout, TransportUnavailable
@@ -62,6 +62,8 @@ class Fetches:
         transports: Mapping[str, Transport],
         fenced: Mapping[str, FencedSlots],
         links: PeerLinks,
+        *,
+        movers: RemoteMovers,
         settings: StagingConfig,
     ) -> None:
         """`transports` are by name, the best first."""
@@ -69,6 +71,7 @@ class Fetches:
         self._transports = transports
         self._fenced = fenced
         self._links = links
+        self._movers = movers
         self._settings = settings
         self._in_flight = {
             name: _BytesInFlight(
@@ -177,7 +180,7 @@ class Fetches:
             )
             slots, source.ahead = tuple(source.ahead.values()), {}
             with self._receiving(source, best, *slots):
-                lease = self._links.mover(source.name).lease(request, timeout_s=timeout_s)
+                lease = self._movers.lease(source.name, request, timeout_s=timeout_s)
                 pieces = [
                     _sent(made, leased, span.block_bytes)
                     for span, made, leased in zip(spans, ahead, lease.groups, strict=True)
@@ -305,7 +308,7 @@ class Fetches:
                 targets=self._offsets(piece.reservation, piece.size).tobytes(),
                 timeout_s=max(timeout_s - _MARGIN_S, timeout_s / 2),
             )
-            parcel = self._links.mover(source.name).send(order, timeout_s=timeout_s)
+            parcel = self._movers.send(source.name, order, timeout_s=timeout_s)
             self._receive(self._transports[lease.transport], parcel, piece)
         with source.lock:
             source.pace.note(piece.num_bytes, time.monotonic() - began_at)
@@ -383,8 +386,11 @@ class Fetches:
             self._links.succeed(source.name, transport, source.incarnations[transport])
         if source.lease.token or source.suspects:
             with suppress(KVRayError):
-                self._links.mover(source.name).release(
-                    source.lease.token, source.suspects, timeout_s=self._settings.call_timeout_s
+                self._movers.release(
+                    source.name,
+                    source.lease.token,
+                    source.suspects,
+                    timeout_s=self._settings.call_timeout_s,
                 )
 
     def _give_back(self, *reservations: Reservation) -> None:

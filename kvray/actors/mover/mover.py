@@ -24,7 +24,7 @@ from kvray.actors.mover.orders import (
     SendOrder,
     SourceReport,
 )
-from kvray.actors.mover.peer_links import PeerLinks, RemoteMover
+from kvray.actors.mover.peer_links import PeerLinks, RemoteMovers
 from kvray.actors.mover.read_leases import ReadLeases
 from kvray.actors.ray_glue.arguments import unpacked
 from kvray.config import StagingConfig
@@ -49,7 +49,7 @@ class _Attached:
         self,
         arena: Arena,
         settings: StagingConfig,
-        remote: Callable[[str], RemoteMover],
+        movers: RemoteMovers,
         fetch: Callable[..., FetchReport],
     ) -> None:
         self.arena = arena
@@ -59,13 +59,9 @@ class _Attached:
         self.read_leases = ReadLeases(
             arena, self.transports, leases_max=READ_LEASES_MAX, lease_max_s=settings.lease_s
         )
-        self.links = PeerLinks(self.fenced, remote, call_timeout_s=settings.call_timeout_s)
+        self.links = PeerLinks(self.fenced, movers, call_timeout_s=settings.call_timeout_s)
         self.fetches = Fetches(
-            arena,
-            self.transports,
-            self.fenced,
-            self.links,
-            settings,
+            arena, self.transports, self.fenced, self.links, movers=movers, settings=settings
         )
         self.links.start()
         self.server: FetchServer | None = None
@@ -92,22 +88,22 @@ class Mover:
         name: str,
         directory: Path,
         settings: StagingConfig,
-        remote: Callable[[str], RemoteMover],
+        movers: RemoteMovers,
         ended: Callable[[], None] = lambda: None,
         *,
         lock_wait_s: float,
     ) -> None:
         """Serve the arena in a directory, as soon as there is one.
 
-        `remote` returns the mover of a name, or raises ShardUnavailable. `ended` is called when the
-        arena was retired or replaced, or after a defect in the background thread. The caller then
-        starts another mover in another process.
+        `movers` are those of other nodes. `ended` is called when the arena was retired or replaced,
+        or after a defect in the background thread. The caller then starts another mover in another
+        process.
         """
         self.name = name
         self._directory = directory
         self._settings = settings
         self._lock_wait_s = lock_wait_s
-        self._remote = remote
+        self._movers = movers
         self._ended = ended
         self._attached: _Attached | None = None
         self._message = "it has not looked for an arena yet"
@@ -240,7 +236,7 @@ class Mover:
         arena = None
         try:
             arena = Arena.attach(self._directory, label=LABEL, lock_wait_s=self._lock_wait_s)
-            attached = _Attached(arena, self._settings, self._remote, self.fetch)
+            attached = _Attached(arena, self._settings, self._movers, self.fetch)
         except KVRayError as error:
             self._message = str(error)
             if arena is not None:

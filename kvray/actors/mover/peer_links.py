@@ -35,19 +35,23 @@ _SWEEP_S = 0.25
 _JOIN_TIMEOUT_S = 5.0
 
 
-class RemoteMover(Protocol):
-    """The mover of another node; calls end within `timeout_s`, at worst with a KVRayError."""
+class RemoteMovers(Protocol):
+    """The movers of other nodes, by name.
 
-    def lease(self, request: LeaseRequest, *, timeout_s: float) -> ReadLease:
+    Calls end within `timeout_s`, at worst with a KVRayError: ShardUnavailable if there is no such
+    mover, or it does not answer.
+    """
+
+    def lease(self, mover: str, request: LeaseRequest, *, timeout_s: float) -> ReadLease:
         """As `Mover.lease`."""
         ...
 
-    def send(self, order: SendOrder, *, timeout_s: float) -> Any:
+    def send(self, mover: str, order: SendOrder, *, timeout_s: float) -> Any:
         """As `Mover.send`."""
         ...
 
     def release(
-        self, token: int, suspects: Sequence[tuple[int, bytes]], *, timeout_s: float
+        self, mover: str, token: int, suspects: Sequence[tuple[int, bytes]], *, timeout_s: float
     ) -> None:
         """As `Mover.release`, without waiting for the answer."""
         ...
@@ -82,14 +86,14 @@ class PeerLinks:
     def __init__(
         self,
         fenced: Mapping[str, FencedSlots],
-        mover: Callable[[str], RemoteMover],
+        movers: RemoteMovers,
         *,
         call_timeout_s: float,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`fenced` has the transports of this node, the best first."""
-        self.mover = mover
         self._fenced = fenced
+        self._movers = movers
         self._call_timeout_s = call_timeout_s
         self._now = now
         self._random = Random()
@@ -210,15 +214,14 @@ class PeerLinks:
         try:
             targets |= {one: self._fenced[one].target() for one in transports}
             addresses = {one: address for one, (_, address) in targets.items()}
-            mover = self.mover(name)
             request = LeaseRequest(
                 groups=(), lease_s=_LEASE_S, addresses=addresses, timeout_s=timeout_s / 2
             )
-            lease = mover.lease(request, timeout_s=timeout_s)
+            lease = self._movers.lease(name, request, timeout_s=timeout_s)
             chosen = lease.transport
             order = SendOrder(token=lease.token, blocks=b"", targets=b"", timeout_s=timeout_s / 2)
-            mover.send(order, timeout_s=timeout_s)
-            mover.release(lease.token, (), timeout_s=timeout_s)
+            self._movers.send(name, order, timeout_s=timeout_s)
+            self._movers.release(name, lease.token, (), timeout_s=timeout_s)
         except KVRayError as error:
             self._postpone(name, chosen)
             # A renewed end fails all that was sent to it, which says nothing of the transport.

@@ -15,7 +15,7 @@ from kvray.store import Arena
 from tests.far import Far
 from tests.unit.actors.nodes import Nodes
 from tests.unit.actors.shard_process import shard_process
-from tests.unit.actors.small_mover import MakeNode, Node, Peer
+from tests.unit.actors.small_mover import MakeNode, Node, near
 from tests.unit.actors.small_shard import Line, open_arena, settings_for, wait_until_serving
 from tests.unit.actors.two_shards import Tier, make_tier
 from tests.unit.conftest import StartChild
@@ -129,9 +129,9 @@ def make_node(directory: Path) -> Iterator[MakeNode]:
         nodes.append(node)
         if is_far:
             node.far = Far("tests.unit.actors.small_mover:far_mover", str(node.directory))
-            peers[name] = Peer(node.far.call)
+            peers[name] = node.far.call
         else:
-            peers[name] = Peer.near(node.start(**changes))
+            peers[name] = near(node.start(**changes))
         return node
 
     yield make

@@ -12,7 +12,6 @@ from kvray.actors.mover.orders import (
     FetchReport,
     Span,
 )
-from kvray.actors.mover.peer_links import RemoteMover
 from kvray.config import StagingConfig
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey
@@ -41,9 +40,7 @@ SETTINGS = StagingConfig(
 class Node:
     """A directory, the arena in it as its owner has it, and a mover."""
 
-    def __init__(
-        self, directory: Path, name: str, peers: dict[str, RemoteMover], **asked: int
-    ) -> None:
+    def __init__(self, directory: Path, name: str, peers: dict[str, "Call"], **asked: int) -> None:
         directory.mkdir()
         self.directory = directory
         self.name = name
@@ -59,7 +56,7 @@ class Node:
             self.name,
             self.directory,
             SETTINGS.model_copy(update=changes),
-            self._peer,
+            Movers(self._peers),
             self._end,
             lock_wait_s=LOCK_WAIT_S,
         )
@@ -92,11 +89,6 @@ class Node:
             self.far.kill()
         self.arena.close()
 
-    def _peer(self, name: str) -> RemoteMover:
-        if name not in self._peers:
-            raise ShardUnavailable(f"There is no {name}.")
-        return self._peers[name]
-
     def _end(self) -> None:
         self.ended += 1
 
@@ -104,23 +96,32 @@ class Node:
 MakeNode = Callable[..., Node]
 
 
-class Peer:
-    """A mover, by whatever calls a method of it."""
+Call = Callable[..., Any]
+"""Calls a method of a mover, which its first argument names."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
 
-    @classmethod
-    def near(cls, mover: Mover) -> "Peer":
-        """Return a mover of this process, which answers at once."""
-        return cls(lambda method, *args, timeout_s: getattr(mover, method)(*args))
+class Movers:
+    """The movers that a node can call."""
+
+    def __init__(self, peers: dict[str, Call]) -> None:
+        self._peers = peers
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         return partial(self._call, method)
 
+    def _call(self, method: str, mover: str, *args: Any, timeout_s: float) -> Any:
+        if mover not in self._peers:
+            raise ShardUnavailable(f"There is no {mover}.")
+        return self._peers[mover](method, *args, timeout_s=timeout_s)
+
+
+def near(mover: Mover) -> Call:
+    """Return how to call a mover of this process, which answers at once."""
+    return lambda method, *args, timeout_s: getattr(mover, method)(*args)
+
 
 def far_mover(directory: str) -> Mover:
-    mover = Mover("far", Path(directory), SETTINGS, _no_peer, lock_wait_s=LOCK_WAIT_S)
+    mover = Mover("far", Path(directory), SETTINGS, Movers({}), lock_wait_s=LOCK_WAIT_S)
     mover.start()
     wait_for(lambda: mover.status()["state"] == "serving")
     return mover
@@ -150,7 +151,3 @@ def is_right(arena: Arena, keys: list[BlockKey], *, part: int = 0, block_bytes: 
     valid = payload.verify(arena.tables, slots).all()
     arena.release(*held.leases)
     return bool(same and valid)
-
-
-def _no_peer(name: str) -> RemoteMover:
-    raise ShardUnavailable(f"There is no {name}.")

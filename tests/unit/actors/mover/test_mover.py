@@ -25,7 +25,7 @@ from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import READY
 from tests.examples import examples
-from tests.unit.actors.small_mover import SETTINGS, MakeNode, Node, Peer, is_right, span
+from tests.unit.actors.small_mover import SETTINGS, MakeNode, Movers, Node, is_right, span
 from tests.unit.store.small_arena import SLOT, chain, num_here, store
 from tests.waiting import wait_for
 
@@ -134,7 +134,7 @@ def test_slots_that_a_busy_arena_did_not_take_back_go_back_later(make_node, monk
             hold(target.arena, 0.5)
             raise CapacityError("That node has no room for a lease.")
 
-    target._peers["a"] = Peer(refusing)
+    target._peers["a"] = refusing
     assert target.fetch(span("a", chain(10), **EXPECTED)).sources["a"].error
     wait_for(lambda: target.num_reserved == 0)
     assert target.mover.status()["fenced_slots"] == 0
@@ -373,7 +373,7 @@ def test_order_whose_time_is_up_is_refused(target, keys):
 
 
 def test_mover_waits_for_an_arena(directory):
-    mover = Mover("m", directory, SETTINGS, lambda name: NotImplemented, lock_wait_s=0.5)
+    mover = Mover("m", directory, SETTINGS, Movers({}), lock_wait_s=0.5)
     mover.start()
     report = mover.fetch(FetchOrder(spans=(span("a", chain(2)),), deadline_s=1.0))
     assert report.here == (0,)

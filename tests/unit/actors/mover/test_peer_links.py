@@ -122,23 +122,23 @@ def test_requests_that_fail_count_too(source, target, firewall, monkeypatch):
 
 
 class Answerer:
-    """A mover that answers as it is told."""
+    """Movers that answer as they are told."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.transports: list[list[str]] = []
 
-    def lease(self, request: LeaseRequest, *, timeout_s: float) -> ReadLease:
+    def lease(self, mover: str, request: LeaseRequest, *, timeout_s: float) -> ReadLease:
         self.transports.append(list(request.addresses))
         if isinstance(self.error, ShardUnavailable):
             raise self.error
         return ReadLease(token=1, transport=next(iter(request.addresses)), groups=())
 
-    def send(self, order: SendOrder, *, timeout_s: float) -> None:
+    def send(self, mover: str, order: SendOrder, *, timeout_s: float) -> None:
         if self.error is not None:
             raise self.error
 
-    def release(self, token: int, suspects: bytes, *, timeout_s: float) -> None:
+    def release(self, mover: str, token: int, suspects: bytes, *, timeout_s: float) -> None:
         pass
 
 
@@ -152,9 +152,7 @@ class Scene:
         self.fenced = {
             name: FencedSlots(arena, ObjectRefTransport(memory)) for name in ("first", "second")
         }
-        self.links = PeerLinks(
-            self.fenced, lambda _: self.answerer, call_timeout_s=1.0, now=lambda: self.now
-        )
+        self.links = PeerLinks(self.fenced, self.answerer, call_timeout_s=1.0, now=lambda: self.now)
         self.links.connect(["m"])
 
     def count_handshakes(self, seconds: float) -> int:
