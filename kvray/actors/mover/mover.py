@@ -73,7 +73,7 @@ class _Attached:
         if self.server is not None:
             self.server.close()
         self.links.close()
-        self.read_leases.close()
+        self.read_leases.expire(float("inf"))
         for transport in self.transports.values():
             transport.close()
         self.populator.stop()
@@ -221,7 +221,7 @@ class Mover:
                     self._message = f"arena {attached.arena.arena_id} was given up"
                     break
                 else:
-                    attached.read_leases.expire()
+                    attached.read_leases.expire(time.monotonic())
                     for fenced in attached.fenced.values():
                         fenced.settle()
                 self._stopping.wait(_ATTACH_S if attached is None else _SWEEP_S)

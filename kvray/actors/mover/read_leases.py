@@ -88,7 +88,7 @@ class ReadLeases:
             TransportUnavailable: the two ends have no transport in common.
             TransferError: as `Transport.send`; before that nothing was sent.
         """
-        self.expire()
+        self.expire(time.monotonic())
         transport = next((name for name in request.addresses if name in self._transports), None)
         if transport is None:
             raise TransportUnavailable(
@@ -177,19 +177,11 @@ class ReadLeases:
                 self._arena.valid(lease, slice(None))
                 self._end([lease])
 
-    def expire(self) -> None:
-        """End the leases that were not renewed in time."""
-        now = time.monotonic()
+    def expire(self, now: float) -> None:
+        """End the leases that were not renewed until `now`; those that are sent from end later."""
         with self._lock:
             for grant in self._grants.values():
                 grant.released |= grant.ends_at < now
-        self._end_idle()
-
-    def close(self) -> None:
-        """End all leases that nothing is sent from; the others end with this process."""
-        with self._lock:
-            for grant in self._grants.values():
-                grant.released = True
         self._end_idle()
 
     def _lease(self, request: LeaseRequest) -> list[Lease | None]:
