@@ -162,7 +162,11 @@ class Peers:
             self._mover, "fetch", *packed(order), work_s=order.deadline_s
         )
         for source, one in report.sources.items():
-            self._note(source, one)
+            if one.error in _FAULTS:
+                self._fail(source, one.message or one.error or "")
+            else:
+                self._actor(source).breaker.succeed()
+            self._actor(source).rate.note(one, now=self._now())
         return report
 
     async def connect(self) -> None:
@@ -173,7 +177,10 @@ class Peers:
         """
         shards = sorted(await self._ask(LOOKUP_NAME, "shards", timeout_s=self._call_timeout_s))
         movers = [mover_of(shard) for shard in shards]
-        self._retain({self.shard, self._mover, *shards, *movers})
+        known = {self.shard, self._mover, *shards, *movers}
+        self._actors = {  # a node that comes back has another name
+            name: one for name, one in self._actors.items() if name in known or is_lookup(name)
+        }
         # A mover connects with some movers of a large tier; each begins elsewhere.
         place = bisect.bisect(shards, self.shard)
         others = [one for one in movers[place:] + movers[:place] if one != self._mover]
@@ -313,19 +320,6 @@ class Peers:
             }
             for name, one in sorted(dict(self._actors).items())
         ]
-
-    def _retain(self, names: set[str]) -> None:
-        """Forget all but these: a node that comes back has another name."""
-        self._actors = {
-            name: one for name, one in self._actors.items() if name in names or is_lookup(name)
-        }
-
-    def _note(self, source: str, report: SourceReport) -> None:
-        if report.error in _FAULTS:
-            self._fail(source, report.message or report.error or "")
-        else:
-            self._actor(source).breaker.succeed()
-        self._actor(source).rate.note(report, now=self._now())
 
     def _state(self, name: str) -> str:
         """Return the state of a breaker, which stays open until a ping is answered."""

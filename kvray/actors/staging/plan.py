@@ -139,29 +139,21 @@ def _plan(
     peers: Mapping[str, Peer],
 ) -> StagingPlan:
     """Return the plan for all of `runs`; the first `begin` blocks are here."""
-    held = _held(prefix, runs, _chosen(prefix, runs, peers))
     everywhere = {one.part: here[one.part].copy() for one in prefix.parts}
-    for parts in held.values():
-        for part, mask in parts.items():
-            everywhere[part] |= mask
-    ends = _ends(prefix, everywhere)
-    reach = int(ends[-1])
     stops: _Stops = {}
-    for shard, parts in held.items():
-        for part, mask in parts.items():
-            stops.setdefault(part, {})[shard] = _stops(mask)
-    plans = (
-        _plan_until(prefix, end, here, stops, peers)
-        for end in _candidates(ends[ends > begin], runs, prefix.seconds_per_block > 0)
-    )
-    best = max(
-        plans,
-        key=lambda plan: (_saved(prefix, begin, plan), plan.num_blocks),
-        default=StagingPlan(num_blocks=begin),
-    )
-    if _saved(prefix, begin, best) < 0:
-        best = StagingPlan(num_blocks=begin)
-    reason: StageReason = "cheaper_to_recompute" if best.num_blocks < reach else "not_stored"
+    for shard, part, mask in _held(prefix, runs, _chosen(prefix, runs, peers)):
+        everywhere[part] |= mask
+        stops.setdefault(part, {})[shard] = _stops(mask)
+    ends = _ends(prefix, everywhere)
+    plans = [
+        StagingPlan(num_blocks=begin),
+        *(
+            _plan_until(prefix, end, here, stops, peers)
+            for end in _candidates(ends[ends > begin], runs, prefix.seconds_per_block > 0)
+        ),
+    ]
+    best = max(plans, key=lambda plan: (_saved(prefix, begin, plan), plan.num_blocks))
+    reason: StageReason = "cheaper_to_recompute" if best.num_blocks < ends[-1] else "not_stored"
     if best.num_blocks == prefix.num_blocks:
         reason = "none"
     return replace(best, reason=reason)
@@ -185,10 +177,11 @@ def _chosen(prefix: Prefix, runs: Sequence[Run], peers: Mapping[str, Peer]) -> l
     return list(chosen)
 
 
-def _held(prefix: Prefix, runs: Sequence[Run], shards: Sequence[str]) -> dict[str, dict[int, Mask]]:
-    """Return shard -> part -> mask of the blocks it has, of the requested parts."""
+def _held(
+    prefix: Prefix, runs: Sequence[Run], shards: Sequence[str]
+) -> Iterator[tuple[str, int, Mask]]:
+    """Yield shard, part and the mask of its blocks, for the requested parts that a shard has."""
     lengths = np.diff([0, *(min(run.stop, prefix.num_blocks) for run in runs)])
-    held: dict[str, dict[int, Mask]] = {}
     for shard in shards:
         by_run = [run.holders.get(shard, 0) for run in runs]
         for part in prefix.block_bytes:
@@ -196,8 +189,7 @@ def _held(prefix: Prefix, runs: Sequence[Run], shards: Sequence[str]) -> dict[st
             if has.any():
                 mask = np.zeros(prefix.num_blocks, dtype=bool)
                 mask[: lengths.sum()] = np.repeat(has, lengths)
-                held.setdefault(shard, {})[part] = mask
-    return held
+                yield shard, part, mask
 
 
 def _candidates(ends: Any, runs: Sequence[Run], has_price: bool) -> list[int]:

@@ -201,15 +201,13 @@ class Stager:
         self._require_open()
         self._arena.join("shard")
         if not _is_large(prefix):
-            held = await self._lease(prefix.keys, prefix.readers, until)
-            return held.num_blocks if held is not None else 0
+            return await self._lease(prefix.keys, prefix.readers, until)
         # Part by part, each as far as the one before it: a window ends with the prefix.
         num_blocks, in_a_row = longest_prefix(prefix, await self._present(prefix)), 0
         for one in itertools.cycle(prefix.parts):
             if not num_blocks or in_a_row == len(prefix.parts):
                 break
-            held = await self._lease(prefix.keys[:num_blocks], [[one]], until)
-            found = held.num_blocks if held is not None else 0
+            found = await self._lease(prefix.keys[:num_blocks], [[one]], until)
             in_a_row = in_a_row + 1 if found == num_blocks else 1
             num_blocks = found
             await asyncio.sleep(0)
@@ -217,15 +215,13 @@ class Stager:
 
     async def _lease(
         self, keys: Sequence[BlockKey], readers: Sequence[Sequence[PartRequest]], until: float
-    ) -> Held | None:
-        while True:
-            held = self._arena.lease_for(keys, readers)
-            if held is not None:
-                self.handovers.keep(held)
-                return held
+    ) -> int:
+        while (held := self._arena.lease_for(keys, readers)) is None:
             if time.monotonic() + _BUSY_S > until:
-                return None
+                return 0
             await asyncio.sleep(_BUSY_S)
+        self.handovers.keep(held)
+        return held.num_blocks
 
     async def close(self) -> None:
         """End all stages and fetches, and let go of what is held. Twice is fine."""
