@@ -31,7 +31,7 @@ from kvray.store import Arena
 
 _UNMEASURED_BYTES_PER_S = 2e9
 """Of a disk or another node that has given nothing yet; a guess of routers, until it has."""
-_SUMMING_SHARE = 0.3  # share of the wait for checking the blocks that arrived
+_CHECKING_SHARE = 0.3  # share of the wait for checking the blocks that arrived
 _Token = Annotated[Name, Field(max_length=64)]
 
 
@@ -163,7 +163,7 @@ class ReplicaStager:
         asked = checked(_ASKED, fields, "stage_ranks")
         wait_s, first = min(asked.wait_s, self._settings.deadline_s), asked.verify_from
         until = time.monotonic() + wait_s
-        summing_s = 0.0 if first is None else wait_s * _SUMMING_SHARE
+        summing_s = 0.0 if first is None else wait_s * _CHECKING_SHARE
         prefix = prefix_for(keys_of(b"".join(keys)), here.values(), asked.tokens_per_s)
         staged = await self._stager.stage(prefix, until=until - summing_s)
         if first is not None:

@@ -205,6 +205,18 @@ async def test_a_stage_that_is_late_before_it_knows_holders_brings_blocks_anyhow
     assert len(nodes.orders) == 1
 
 
+@pytest.mark.parametrize(
+    "stager",
+    [{"settings": SETTINGS.model_copy(update={"deadline_s": 0.1, "call_timeout_s": 60.0})}],
+    indirect=True,
+)
+async def test_a_stage_ends_at_its_deadline_whatever_it_waits_for(nodes, stager):
+    nodes.frozen.add("kvray-lookup")
+    assert await stage(stager, wait_s=60) == Staged(num_blocks=0, reason="too_slow")
+    await until(lambda: not stager._stages)
+    assert stager.status()["late"] == 1
+
+
 async def test_a_shard_with_too_many_stages_answers_at_once(nodes, stager, monkeypatch):
     monkeypatch.setattr(stager_module, "_STAGES_MAX", 2)
     nodes.frozen.add("kvray-lookup")
