@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -38,48 +37,36 @@ from kvray.trace.spans import start_sdk
 _STOP_TIMEOUT_S = 20.0
 _PING_S = 5.0  # how often the supervisor is called, which nobody else calls for long
 
-_GROUPS = {
-    "health": 1,
-    "people": 2,
-    "prefetch": 8,
-    "routers": 4,
-    "ranks": 8,
-    "leases": 4,
-    "disk": 8,
-    "leave": 1,
+_GROUPS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "health": (1, ()),
+    "leave": (1, ()),
+    "people": (
+        2,
+        (
+            "asked",
+            "contents",
+            "sizing_plan",
+            "whereabouts",
+            "drain",
+            "call_off_drain",
+            "set_weights_version",
+        ),
+    ),
+    "prefetch": (8, ("prefetch",)),
+    "routers": (4, ("prompt", "profile", "on_disk")),
+    "leases": (4, ("room", "lease_ranks", "release_ranks")),  # of other shards, as the next two
+    "ranks": (8, ("stage_ranks",)),
+    "disk": (8, ("promote",)),
+    "lookup": (1, ("delta",)),  # and one more for each partition
 }
-"""Threads for calls that may take long, apart: what another shard waits for must not queue behind
-what waits for other shards, or two could wait for each other."""
+"""Group -> its number of threads, and the methods of `ActorRequests` that it runs.
 
-
-_OPERATIONS: dict[str, tuple[str, Callable[[Shard], Callable[..., Any]]]] = {
-    # for people
-    "asked": ("people", lambda shard: shard.queries.asked),
-    "contents": ("people", lambda shard: shard.queries.contents),
-    "sizing_plan": ("people", lambda shard: shard.queries.sizing_plan),
-    "whereabouts": ("people", lambda shard: shard.queries.whereabouts),
-    "drain": ("people", lambda shard: shard.requests.drain),
-    "call_off_drain": ("people", lambda shard: shard.requests.call_off_drain),
-    "set_weights_version": ("people", lambda shard: shard.requests.set_weights_version),
-    # for routers
-    "prefetch": ("prefetch", lambda shard: shard.requests.prefetch),
-    "prompt": ("routers", lambda shard: shard.queries.prompt),
-    "profile": ("routers", lambda shard: shard.requests.profile),
-    "on_disk": ("routers", lambda shard: shard.queries.on_disk),
-    # for other shards
-    "room": ("leases", lambda shard: shard.requests.room),
-    "lease_ranks": ("leases", lambda shard: shard.requests.lease_ranks),
-    "release_ranks": ("leases", lambda shard: shard.requests.release_ranks),
-    "stage_ranks": ("ranks", lambda shard: shard.requests.stage_ranks),
-    "promote": ("disk", lambda shard: shard.requests.promote),
-    # for the lookup
-    "delta": ("lookup", lambda shard: shard.requests.delta),
-}
-"""Method of the actor -> its group of threads, and what does it."""
+Calls that may take long are apart: what another shard waits for must not queue behind what waits
+for other shards, or two could wait for each other."""
 
 
 class ShardActor:
-    """A node's shard as a named actor; the methods of `_OPERATIONS` hand over to the `Shard`."""
+    """A node's shard as a named actor; the methods in `_GROUPS` are those of `ActorRequests`."""
 
     def __init__(self, name: str, config: KVRayConfig) -> None:
         """Start the shard; `status` tells when it serves. Runs again when Ray restarts it."""
@@ -187,16 +174,17 @@ class ShardActor:
         return f"Shard({self._name.removeprefix(SHARD_PREFIX)})"
 
 
-def _method(group: str, operation: Callable[[Shard], Callable[..., Any]]) -> Any:
+def _method(group: str, name: str) -> Any:
     @ray.method(concurrency_group=group)
     def call(self: ShardActor, *args: Any) -> Any:
-        return operation(self._shard)(*args)
+        return getattr(self._shard.requests, name)(*args)
 
     return call
 
 
-for _name, (_group, _operation) in _OPERATIONS.items():
-    setattr(ShardActor, _name, _method(_group, _operation))
+for _group, (_, _names) in _GROUPS.items():
+    for _name in _names:
+        setattr(ShardActor, _name, _method(_group, _name))
 
 
 def memory_claims() -> MemoryClaims:
@@ -217,7 +205,8 @@ def create_shard(node_id: str, config: KVRayConfig) -> Any:
     """Return the shard's actor on a node, started if it is not there."""
     name = shard_name(node_id)
     # Each partition keeps a poll waiting, and one that it gave up may end after the next has come.
-    groups = {**_GROUPS, "lookup": config.lookup.partitions + 1}
+    groups = {group: num_threads for group, (num_threads, _) in _GROUPS.items()}
+    groups["lookup"] += config.lookup.partitions
     return create_actor(
         ShardActor, name, name, config, node_id=node_id, groups=groups, max_concurrency=4
     )

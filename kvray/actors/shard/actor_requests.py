@@ -3,6 +3,8 @@
 Actors ask for blocks: of a prompt, for ranks, from disk. People ask about requests, blocks and
 contents, and wait longer. A prompt that no engine has seen gets the keys that its engine will give
 it.
+
+`actor.py` lists all of these calls, each with the threads that it runs in.
 """
 
 import asyncio
@@ -41,81 +43,12 @@ from kvray.trace.spans import span, under
 T = TypeVar("T")
 
 
-def prompt_keys(
-    reader: Reader,
-    tokens: bytes,
-    *,
-    salt: str | int | None = None,
-    lora: str | None = None,
-    media: Sequence[tuple[int, bytes]] = (),
-    tenants: TenantSalts | None = None,
-) -> list[BlockKey]:
-    """Return the keys of a prompt's full blocks.
-
-    Its engine computes the last token itself, so it has no use for a block that ends with it; but a
-    prompt may be the beginning of others.
-
-    Args:
-        reader: a rank of the replica that the prompt is for.
-        tokens: the prompt's token ids, little-endian int32 end to end.
-        salt: the request's cache salt.
-        lora: path of the request's adapter, as the engine is given it and as this node has it.
-        media: position and digest of each `MediaItem`.
-        tenants: derives salts with the secret of this node, if it has one.
-    """
-    check_named(reader)
-    if len(tokens) % 4:
-        raise ConfigError(f"{len(tokens)} bytes are no whole number of token ids of 4 bytes.")
-    salt = salt if reader.tenants is None else _of_tenant(reader.tenants, salt, tenants)
-    adapter = None if lora is None else _adapter(reader, lora)
-    return chain_keys(
-        np.frombuffer(tokens, dtype="<i4"),
-        tokens_per_block=reader.namespace.tokens_per_block,
-        seed=request_seed(reader.namespace.digest(), salt=salt, lora=adapter),
-        media=[MediaItem(position=position, digest=digest) for position, digest in media],
-    )
-
-
-def check_named(reader: Reader) -> None:
-    """Raise ShardUnavailable while a replica's prompts have no keys."""
-    if reader.namespace.model == UNNAMED:
-        raise ShardUnavailable(
-            "The replica uses no tier until its checkpoint is told from others, of which"
-            " `kvray status` says how far it is, and its weights have a version. Try again then, or"
-            " name them: by connector.model_key, by Client.set_weights_version."
-        )
-
-
-def _of_tenant(check: str, salt: str | int | None, tenants: TenantSalts | None) -> str:
-    """Return the salt that the engine derives from a request's, with the secret behind `check`."""
-    if tenants is None or tenants.check != check:
-        raise ConfigError(
-            "The replica keeps tenants apart with another secret than this shard has; give both"
-            " the same file in security.tenant_secret_file."
-        )
-    derived = tenants.derive(salt)
-    if derived is None:
-        raise ConfigError(
-            "The prompt names no tenant, so its blocks are nowhere; give the salt of its request,"
-            " <tenant>/<salt>."
-        )
-    return derived.salt
-
-
-def _adapter(reader: Reader, path: str) -> bytes:
-    """Return what tells an adapter from others, as the engine's connector does."""
-    if reader.adapters is None:
-        raise ConfigError(
-            "The replica has not said how it reads LoRA adapters; update its kvray, or prefetch"
-            " prompts without an adapter."
-        )
-    found = fingerprint_model(path, cache_dir=cache_dir() / "fingerprints")
-    return hashlib.sha256(frame(found.encode(), reader.adapters.encode())).digest()
-
-
 KEYS_MAX = 2**17  # blocks of a prompt that one question may be about
 _HOTTEST_MAX = 1000
 _DIGITS = 8
+_UNUSED = "kvray's supervisor"
+_LOOK_S = 0.2
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,135 +86,6 @@ class Prompt:
     namespace: Namespace
 
 
-class Queries:
-    """Answers for one shard, from any thread."""
-
-    def __init__(self, parts: ShardParts) -> None:
-        self._parts = parts
-
-    def asked(self, replica: str | None, request: int | str | None, last: int) -> list[Asked]:
-        """Return the requests that `RequestLog.find` finds for these arguments."""
-        find = partial(self._parts.request_log.find, replica, request, last)
-        return [
-            Asked(
-                replica=name,
-                rank=rank,
-                note=unpack(packed),
-                namespace=self._parts.replicas.namespace_of(name, rank),
-                is_leaving=self._parts.announcer.is_leaving,
-            )
-            for name, rank, packed in self._parts.loop.call(find, ANSWER_S)
-        ]
-
-    def whereabouts(self, before: float | None, *keys: bytes) -> Whereabouts:
-        """Return where blocks are, and when they left; only removals `before` count, if given.
-
-        The keys are end to end, `in_pieces`.
-        """
-        serving = self._parts.serving()
-        owner, nvme = serving.owner, serving.nvme
-        packed = key_index.pack_keys(keys_of(b"".join(keys), keys_max=KEYS_MAX))
-        gone = owner.history.of(packed[:, 0], before=before)
-        tiers = [owner.arena.tables, *([] if nvme is None else [nvme.store.tables])]
-        return Whereabouts(
-            host=_num_parts(tiers[:1], packed),
-            either=_num_parts(tiers, packed),
-            left_at=gone["at"],
-            left_tier=gone["tier"],
-            left_by=gone["cause"],
-            since=owner.history.since,
-            is_leaving=self._parts.announcer.is_leaving,
-        )
-
-    def prompt(
-        self, replica: str, tokens: bytes, salt: str | int | None, lora: str | None
-    ) -> Prompt:
-        """Return the keys that a prompt would have in a replica that is registered here.
-
-        ConfigError: it is not, or a value cannot be used.
-        """
-        _, reader = self._parts.first_reader(replica)
-        keys = prompt_keys(reader, tokens, salt=salt, lora=lora, tenants=self._parts.tenants)
-        if len(keys) > KEYS_MAX:
-            raise ConfigError(f"A prompt of {len(keys)} blocks is too long; at most {KEYS_MAX}.")
-        return Prompt(keys=b"".join(keys), namespace=reader.namespace)
-
-    def on_disk(self, parts: int, *keys: bytes) -> bytes:
-        """Return one byte for each key: 1 if this node has all `parts` of it on its disk only.
-
-        `parts` is a mask; the keys are end to end, `in_pieces`.
-        """
-        wanted = [part for part in range(PARTS_MAX) if parts >> part & 1]
-        if not wanted or parts >> PARTS_MAX:
-            raise ConfigError(f"{parts!r:.40} is no mask of parts.")
-        serving = self._parts.serving()
-        nvme, packed = serving.nvme, key_index.pack_keys(keys_of(b"".join(keys)))
-        if nvme is None:
-            return bytes(len(packed))
-        disk, memory = (
-            np.logical_and.reduce([lease.present(tables, packed, part) for part in wanted])
-            for tables in (nvme.store.tables, serving.owner.arena.tables)
-        )
-        return bytes(disk & ~memory)
-
-    def sizing_plan(self) -> Plan:
-        """Return what a curve of this node's prompts is drawn from at this moment."""
-        return self._parts.loop.call(self._parts.traffic.plan, ANSWER_S)
-
-    def contents(self, namespace: str | None, hottest: int) -> dict[str, Any]:
-        """Return the sizes of each namespace in the tiers and, of one, its `hottest` prefixes.
-
-        That one is named by the first 8 hex digits of its digest; None: no prefixes.
-        """
-        serving = self._parts.serving()
-        tables, nvme = serving.owner.arena.tables, serving.nvme
-        found: dict[int, dict[str, int]] = {}
-        for tier, held in (("host", tables), ("nvme", nvme.store.tables if nvme else None)):
-            for number, (blocks, size) in quotas.used(held).items() if held is not None else ():
-                one = found.setdefault(number, {})
-                one[f"{tier}_blocks"], one[f"{tier}_bytes"] = blocks, size
-        prefixes: list[dict[str, Any]] = []
-        if namespace is not None:
-            prefixes = hot_prefixes(
-                tables,
-                serving.retention.uses,
-                namespace=_number(namespace),
-                most=min(hottest, _HOTTEST_MAX),
-                now=time.monotonic(),
-            )
-        return {
-            "namespaces": {quotas.name_of(number): one for number, one in found.items()},
-            "prefixes": prefixes,
-        }
-
-
-def _num_parts(tiers: Sequence[Tables], packed: Array) -> Array:
-    counts = np.zeros(len(packed), dtype=np.int64)
-    known = [np.unique(tables.slot_part[tables.slots_in(READY)]) for tables in tiers]
-    for part in np.unique(np.concatenate(known)).tolist():
-        there = np.zeros(len(packed), dtype=bool)
-        for tables in tiers:
-            there |= lease.present(tables, packed, part)
-        counts += there
-    return counts
-
-
-def _number(namespace: str) -> int:
-    """Return the arena's number of a namespace, from the first digits of its digest."""
-    try:
-        digest = bytes.fromhex(namespace)
-    except ValueError:
-        digest = b""
-    if len(namespace) != _DIGITS or not digest:
-        raise ConfigError(f"A namespace is named by {_DIGITS} hex digits, not {namespace!r:.40}.")
-    return namespace_id(digest)
-
-
-_UNUSED = "kvray's supervisor"
-_LOOK_S = 0.2
-_POLL_S = 0.02
-
-
 def _on_loop(find: Callable[[Serving], Callable[..., T]]) -> Callable[..., T]:
     """Return a method that calls what `find` finds in a serving shard, with its own arguments."""
 
@@ -293,7 +97,7 @@ def _on_loop(find: Callable[[Serving], Callable[..., T]]) -> Callable[..., T]:
 
 
 class ActorRequests:
-    """Hands each request to the shard's event loop and waits for the answer. Thread-safe."""
+    """Answers from any thread; what belongs to the event loop, the loop is asked for."""
 
     drain = _on_loop(lambda serving: serving.drain.order)
     call_off_drain = _on_loop(lambda serving: serving.drain.call_off)
@@ -445,3 +249,192 @@ class ActorRequests:
             made.set_attribute("kvray.blocks", staged["num_blocks"])
             made.set_attribute("kvray.miss.reason", staged["reason"])
         return staged
+
+    def asked(self, replica: str | None, request: int | str | None, last: int) -> list[Asked]:
+        """Return the requests that `RequestLog.find` finds for these arguments."""
+        find = partial(self._parts.request_log.find, replica, request, last)
+        return [
+            Asked(
+                replica=name,
+                rank=rank,
+                note=unpack(packed),
+                namespace=self._parts.replicas.namespace_of(name, rank),
+                is_leaving=self._parts.announcer.is_leaving,
+            )
+            for name, rank, packed in self._parts.loop.call(find, ANSWER_S)
+        ]
+
+    def whereabouts(self, before: float | None, *keys: bytes) -> Whereabouts:
+        """Return where blocks are, and when they left; only removals `before` count, if given.
+
+        The keys are end to end, `in_pieces`.
+        """
+        serving = self._parts.serving()
+        owner, nvme = serving.owner, serving.nvme
+        packed = key_index.pack_keys(keys_of(b"".join(keys), keys_max=KEYS_MAX))
+        gone = owner.history.of(packed[:, 0], before=before)
+        tiers = [owner.arena.tables, *([] if nvme is None else [nvme.store.tables])]
+        return Whereabouts(
+            host=_num_parts(tiers[:1], packed),
+            either=_num_parts(tiers, packed),
+            left_at=gone["at"],
+            left_tier=gone["tier"],
+            left_by=gone["cause"],
+            since=owner.history.since,
+            is_leaving=self._parts.announcer.is_leaving,
+        )
+
+    def prompt(
+        self, replica: str, tokens: bytes, salt: str | int | None, lora: str | None
+    ) -> Prompt:
+        """Return the keys that a prompt would have in a replica that is registered here.
+
+        ConfigError: it is not, or a value cannot be used.
+        """
+        _, reader = self._parts.first_reader(replica)
+        keys = prompt_keys(reader, tokens, salt=salt, lora=lora, tenants=self._parts.tenants)
+        if len(keys) > KEYS_MAX:
+            raise ConfigError(f"A prompt of {len(keys)} blocks is too long; at most {KEYS_MAX}.")
+        return Prompt(keys=b"".join(keys), namespace=reader.namespace)
+
+    def on_disk(self, parts: int, *keys: bytes) -> bytes:
+        """Return one byte for each key: 1 if this node has all `parts` of it on its disk only.
+
+        `parts` is a mask; the keys are end to end, `in_pieces`.
+        """
+        wanted = [part for part in range(PARTS_MAX) if parts >> part & 1]
+        if not wanted or parts >> PARTS_MAX:
+            raise ConfigError(f"{parts!r:.40} is no mask of parts.")
+        serving = self._parts.serving()
+        nvme, packed = serving.nvme, key_index.pack_keys(keys_of(b"".join(keys)))
+        if nvme is None:
+            return bytes(len(packed))
+        disk, memory = (
+            np.logical_and.reduce([lease.present(tables, packed, part) for part in wanted])
+            for tables in (nvme.store.tables, serving.owner.arena.tables)
+        )
+        return bytes(disk & ~memory)
+
+    def sizing_plan(self) -> Plan:
+        """Return what a curve of this node's prompts is drawn from at this moment."""
+        return self._parts.loop.call(self._parts.traffic.plan, ANSWER_S)
+
+    def contents(self, namespace: str | None, hottest: int) -> dict[str, Any]:
+        """Return the sizes of each namespace in the tiers and, of one, its `hottest` prefixes.
+
+        That one is named by the first 8 hex digits of its digest; None: no prefixes.
+        """
+        serving = self._parts.serving()
+        tables, nvme = serving.owner.arena.tables, serving.nvme
+        found: dict[int, dict[str, int]] = {}
+        for tier, held in (("host", tables), ("nvme", nvme.store.tables if nvme else None)):
+            for number, (blocks, size) in quotas.used(held).items() if held is not None else ():
+                one = found.setdefault(number, {})
+                one[f"{tier}_blocks"], one[f"{tier}_bytes"] = blocks, size
+        prefixes: list[dict[str, Any]] = []
+        if namespace is not None:
+            prefixes = hot_prefixes(
+                tables,
+                serving.retention.uses,
+                namespace=_number(namespace),
+                most=min(hottest, _HOTTEST_MAX),
+                now=time.monotonic(),
+            )
+        return {
+            "namespaces": {quotas.name_of(number): one for number, one in found.items()},
+            "prefixes": prefixes,
+        }
+
+
+def prompt_keys(
+    reader: Reader,
+    tokens: bytes,
+    *,
+    salt: str | int | None = None,
+    lora: str | None = None,
+    media: Sequence[tuple[int, bytes]] = (),
+    tenants: TenantSalts | None = None,
+) -> list[BlockKey]:
+    """Return the keys of a prompt's full blocks.
+
+    Its engine computes the last token itself, so it has no use for a block that ends with it; but a
+    prompt may be the beginning of others.
+
+    Args:
+        reader: a rank of the replica that the prompt is for.
+        tokens: the prompt's token ids, little-endian int32 end to end.
+        salt: the request's cache salt.
+        lora: path of the request's adapter, as the engine is given it and as this node has it.
+        media: position and digest of each `MediaItem`.
+        tenants: derives salts with the secret of this node, if it has one.
+    """
+    check_named(reader)
+    if len(tokens) % 4:
+        raise ConfigError(f"{len(tokens)} bytes are no whole number of token ids of 4 bytes.")
+    salt = salt if reader.tenants is None else _of_tenant(reader.tenants, salt, tenants)
+    adapter = None if lora is None else _adapter(reader, lora)
+    return chain_keys(
+        np.frombuffer(tokens, dtype="<i4"),
+        tokens_per_block=reader.namespace.tokens_per_block,
+        seed=request_seed(reader.namespace.digest(), salt=salt, lora=adapter),
+        media=[MediaItem(position=position, digest=digest) for position, digest in media],
+    )
+
+
+def check_named(reader: Reader) -> None:
+    """Raise ShardUnavailable while a replica's prompts have no keys."""
+    if reader.namespace.model == UNNAMED:
+        raise ShardUnavailable(
+            "The replica uses no tier until its checkpoint is told from others, of which"
+            " `kvray status` says how far it is, and its weights have a version. Try again then, or"
+            " name them: by connector.model_key, by Client.set_weights_version."
+        )
+
+
+def _of_tenant(check: str, salt: str | int | None, tenants: TenantSalts | None) -> str:
+    """Return the salt that the engine derives from a request's, with the secret behind `check`."""
+    if tenants is None or tenants.check != check:
+        raise ConfigError(
+            "The replica keeps tenants apart with another secret than this shard has; give both"
+            " the same file in security.tenant_secret_file."
+        )
+    derived = tenants.derive(salt)
+    if derived is None:
+        raise ConfigError(
+            "The prompt names no tenant, so its blocks are nowhere; give the salt of its request,"
+            " <tenant>/<salt>."
+        )
+    return derived.salt
+
+
+def _adapter(reader: Reader, path: str) -> bytes:
+    """Return what tells an adapter from others, as the engine's connector does."""
+    if reader.adapters is None:
+        raise ConfigError(
+            "The replica has not said how it reads LoRA adapters; update its kvray, or prefetch"
+            " prompts without an adapter."
+        )
+    found = fingerprint_model(path, cache_dir=cache_dir() / "fingerprints")
+    return hashlib.sha256(frame(found.encode(), reader.adapters.encode())).digest()
+
+
+def _num_parts(tiers: Sequence[Tables], packed: Array) -> Array:
+    counts = np.zeros(len(packed), dtype=np.int64)
+    known = [np.unique(tables.slot_part[tables.slots_in(READY)]) for tables in tiers]
+    for part in np.unique(np.concatenate(known)).tolist():
+        there = np.zeros(len(packed), dtype=bool)
+        for tables in tiers:
+            there |= lease.present(tables, packed, part)
+        counts += there
+    return counts
+
+
+def _number(namespace: str) -> int:
+    """Return the arena's number of a namespace, from the first digits of its digest."""
+    try:
+        digest = bytes.fromhex(namespace)
+    except ValueError:
+        digest = b""
+    if len(namespace) != _DIGITS or not digest:
+        raise ConfigError(f"A namespace is named by {_DIGITS} hex digits, not {namespace!r:.40}.")
+    return namespace_id(digest)

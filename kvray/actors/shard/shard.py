@@ -15,7 +15,7 @@ from typing import Any
 
 from kvray.actors.owner.claim import Claim
 from kvray.actors.owner.ownership import let_in, remove_files, sweep
-from kvray.actors.shard.actor_requests import ActorRequests, Queries
+from kvray.actors.shard.actor_requests import ActorRequests
 from kvray.actors.shard.adoption import open_arena
 from kvray.actors.shard.announcer import Announcer
 from kvray.actors.shard.engine_requests import EngineRequests
@@ -75,8 +75,7 @@ class Shard:
             serving=self._require_serving,
             traffic=Traffic(settings),
         )
-        self.queries = Queries(self._parts)  # answers people
-        self.requests = ActorRequests(self._parts)  # answers other actors
+        self.requests = ActorRequests(self._parts)
         self._state: dict[str, Any] = {"state": "starting", "done": 0, "total": 0}
         self._stopping = asyncio.Event()
         self._retire = self._flushes = False

@@ -99,7 +99,7 @@ def test_without_time_nothing_moves_and_the_status_says_so(tier):
 def test_a_drain_that_is_called_off_leaves_the_node_as_it_was(tier):
     def is_leaving() -> bool:
         """Return whether those hear it who ask about blocks."""
-        return bool(tier.b.queries.whereabouts(None, b"".join(chain(1))).is_leaving)
+        return bool(tier.b.requests.whereabouts(None, b"".join(chain(1))).is_leaving)
 
     assert not is_leaving()
     drain_b(tier)

@@ -185,7 +185,7 @@ def test_demoted_blocks_are_stored_on_disk_and_removed_from_memory(node):
         sub.read(0.05)  # so slowly that there is always room
 
     def is_right(one: KvSubscriber) -> bool:
-        found = shard.queries.whereabouts(None, b"".join(everything))
+        found = shard.requests.whereabouts(None, b"".join(everything))
         host = {key for key, there in zip(everything, found.host, strict=True) if there}
         either = {key for key, there in zip(everything, found.either, strict=True) if there}
         in_both = {*one.content["CPU"], *one.content["STORAGE"]}

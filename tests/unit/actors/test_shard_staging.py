@@ -85,14 +85,14 @@ def test_a_shard_says_what_it_has_on_its_disk_only(tier):
     keys = keys_of(np.arange(SIZE * 40, dtype="<i4"))
     tier.demote(keys)
     packed = b"".join(keys)
-    assert tier.b.queries.on_disk(1, packed) == bytes(40), "it is in memory, too"
+    assert tier.b.requests.on_disk(1, packed) == bytes(40), "it is in memory, too"
     tier.lose_from_memory(keys)
     store(tier.arena("b"), keys[:3])
-    assert tier.b.queries.on_disk(1, packed) == bytes(3) + b"\1" * 37
-    assert tier.b.queries.on_disk(2, packed) == bytes(40), "another part"
-    assert tier.a.queries.on_disk(1, packed) == bytes(40)
+    assert tier.b.requests.on_disk(1, packed) == bytes(3) + b"\1" * 37
+    assert tier.b.requests.on_disk(2, packed) == bytes(40), "another part"
+    assert tier.a.requests.on_disk(1, packed) == bytes(40)
     with pytest.raises(ConfigError, match="no mask of parts"):
-        tier.b.queries.on_disk(0, packed)
+        tier.b.requests.on_disk(0, packed)
 
 
 def test_a_prefetch_brings_a_prompt_before_its_engine_sees_it(tier):

@@ -167,7 +167,7 @@ def test_a_bad_note_in_a_report_costs_nothing_but_itself(engine, shard, caplog):
     notes = [pack(good._replace(request_id=78, wanted=-1)), pack(good)]
     told = {**RANK, "counters": {"requests": 5}, "requests": notes, "prompts": b"no sample"}
     assert engine.call("report", timeout_s=WAIT_S, **told)["known"] is True
-    found = {one.note.request_id for one in shard.queries.asked("r", None, 9)}
+    found = {one.note.request_id for one in shard.requests.asked("r", None, 9)}
     assert found & {77, 78} == {77}
     (rank,) = (one for one in shard.status()["replicas"] if one["connected"])
     assert rank["counters"] == {"requests": 5}

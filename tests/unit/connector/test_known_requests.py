@@ -41,7 +41,7 @@ def asked(shard: Shard, pair: Pair, request_id: int) -> Asked:
 
     def find() -> list[Asked]:
         # The pairs of this process are replicas of one name.
-        return shard.queries.asked(replica, request_id, 1)
+        return shard.requests.asked(replica, request_id, 1)
 
     wait_for(lambda: bool(find()), "the report")
     return find()[0]
@@ -70,15 +70,15 @@ def test_of_what_was_missed_it_is_known_where_it_is_and_when_it_left(shard, pair
     pair.flush()
     missed = asked(shard, pair, 9011).note
     keys = b"".join(missed.keys)
-    here = shard.queries.whereabouts(None, keys)
+    here = shard.requests.whereabouts(None, keys)
     assert here.host.tolist() == here.either.tolist() == [1] * NUM_WANTED
     assert not here.left_at.any()
     shard.clear(10)
-    gone = shard.queries.whereabouts(None, keys)
+    gone = shard.requests.whereabouts(None, keys)
     assert not gone.either.any()
     assert np.all(gone.left_at > missed.at)
     assert set(gone.left_by.tolist()) == {CLEARED}
-    assert not shard.queries.whereabouts(missed.at, keys).left_at.any()
+    assert not shard.requests.whereabouts(missed.at, keys).left_at.any()
 
 
 def test_a_request_without_keys_is_known_as_such(shard, pair):
@@ -89,12 +89,12 @@ def test_a_request_without_keys_is_known_as_such(shard, pair):
 @pytest.fixture
 def before(running_shard: Shard) -> int:
     """How many prompts the shard has sampled."""
-    return running_shard.queries.sizing_plan().window.trace.num_requests
+    return running_shard.requests.sizing_plan().window.trace.num_requests
 
 
 def window_with(shard: Shard, num_prompts: int) -> Window:
     """Return the shard's sample once it has so many prompts."""
-    find = shard.queries.sizing_plan
+    find = shard.requests.sizing_plan
     wait_for(lambda: find().window.trace.num_requests >= num_prompts, "the report")
     return find().window
 
