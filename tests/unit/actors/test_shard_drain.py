@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvray.actors.shard.sending import drain
-from kvray.actors.shard.sending.choice import (
+from kvray.actors.shard.sending.sender import (
     batches,
     chains_of,
     held_by,

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvray.actors.shard.loop_thread import pause
-from kvray.actors.shard.sending.choice import batches, names_of, shared_out
-from kvray.actors.shard.sending.sender import Sender
+from kvray.actors.shard.sending.sender import Sender, batches, names_of, shared_out
 from kvray.errors import KVRayError
 from kvray.store.arena.tables import Array, Tables
 
