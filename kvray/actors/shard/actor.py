@@ -166,7 +166,7 @@ class ShardActor:
     def _look(self, now: float) -> Figures:
         # In this thread: while Ray's head is gone, a call may take a minute.
         self._ping.send(now)
-        for partition in self._shard.unheard():
+        for partition in self._shard.announcer.unheard():
             self._names[partition].send(now)
         return self._figures.of(self._shard.status(), now)
 

@@ -41,7 +41,13 @@ def open_arena(directory: Path, spec: ArenaSpec, shard: str, progress: Progress)
         except ShardUnavailable as error:
             # As text: whoever keeps the error keeps its traceback, and so the old arena mapped.
             _log.warning("%s: replaces the arena that is there: %s", shard, str(error))
-            _retire(directory)
+            try:
+                retire_file(directory / ARENA_FILE)
+            except OSError as cause:
+                raise ConfigError(
+                    f"{directory / ARENA_FILE} is no arena and cannot be removed"
+                    f" ({cause.strerror}); remove it by hand."
+                ) from None
             patience_s = _LET_GO_S
         else:
             remove_leftovers(directory, keep=arena.arena_id)
@@ -62,16 +68,6 @@ def _adoptable(directory: Path, spec: ArenaSpec) -> Arena:
         return arena
     arena.close()
     raise ShardUnavailable(reason)
-
-
-def _retire(directory: Path) -> None:
-    path = directory / ARENA_FILE
-    try:
-        retire_file(path)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} is no arena and cannot be removed ({error.strerror}); remove it by hand."
-        ) from None
 
 
 def _create(directory: Path, spec: ArenaSpec, progress: Progress, *, patience_s: float) -> Arena:

@@ -1,5 +1,6 @@
 """The requests of engines to their node's shard."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -54,11 +55,7 @@ class EngineRequests:
         replica = self._parts.replicas.register(
             connection, replica, rank, reader, instance=instance
         )
-        return {
-            "replica": replica,
-            "peers": self._can_stage(replica, rank),
-            "stored": self._stored(),
-        }
+        return {"replica": replica, **self._told_always(replica, rank)}
 
     def _report(
         self,
@@ -94,8 +91,7 @@ class EngineRequests:
             "known": True,
             "weights": order,
             "sample": sample,
-            "peers": self._can_stage(replica, rank),
-            "stored": self._stored(),
+            **self._told_always(replica, rank),
             "describe": None if events is None else events.generation or None,
         }
 
@@ -109,17 +105,17 @@ class EngineRequests:
         number, size = namespace_id(reader.namespace.digest()), reader.namespace.tokens_per_block
         return {"describe": events.describe(connection, number, size, chains)}
 
-    def _stored(self) -> list[int]:
-        """Return the numbers of namespaces that engines have blocks of, on whichever node."""
-        return sorted(self._parts.announcer.namespaces | self._parts.replicas.numbers())
+    def _told_always(self, replica: str, rank: int) -> dict[str, Any]:
+        """Return whether it is worth a rank's while to ask for more than the arena has.
 
-    def _can_stage(self, replica: str, rank: int) -> bool:
-        """Return whether it is worth a rank's while to ask for more than the arena has."""
-        try:
+        And the numbers of namespaces that engines have blocks of, on whichever node.
+        """
+        can_stage = False  # while it writes its last blocks to disk, and still counts
+        with contextlib.suppress(ShardUnavailable):
             serving = self._parts.serving()
-        except ShardUnavailable:
-            return False  # it writes its last blocks to disk, and still counts
-        return serving.has_more() or serving.stager.has_ranks_elsewhere(replica, rank)
+            can_stage = serving.has_more() or serving.stager.has_ranks_elsewhere(replica, rank)
+        stored = self._parts.announcer.namespaces | self._parts.replicas.numbers()
+        return {"peers": can_stage, "stored": sorted(stored)}
 
     async def _stage(
         self, connection: int, replica: str, keys: bytes, **request: Any

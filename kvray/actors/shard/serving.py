@@ -185,9 +185,13 @@ class Serving:
                 self._tick(now)
             except Exception as error:
                 # Damaged tables must not end the shard, because it is the one that repairs them.
-                if not is_damage(error) or not self._may_mend(now):
+                if not is_damage(error) or self._comes_back(now):
                     raise
-                self._mend(error)
+                _log.error(
+                    "%s: its tables make no sense and are derived again", self._name, exc_info=error
+                )
+                if not self.owner.mend():
+                    _log.error("%s: %s", self._name, self.owner.arena.no_entry())
             await pause(stopping, self._pause_s(now))
         self._peers.close()
         if self._auditing is not None:
@@ -265,9 +269,7 @@ class Serving:
                 _log.error(
                     "%s: repaired %d corrupt %s in the arena's tables; run a memory test on this"
                     " node",
-                    self._name,
-                    count,
-                    name,
+                    *(self._name, count, name),
                 )
             loop = asyncio.get_running_loop()
             self._auditing = loop.run_in_executor(None, self._timed_audit)
@@ -286,15 +288,10 @@ class Serving:
                 pause_s = max(pause_s, self._parts.settings.shard.heartbeat_s)
             self._audit_at = time.monotonic() + pause_s
 
-    def _may_mend(self, now: float) -> bool:
-        """Note that something made no sense; False if that is a defect, as it comes back."""
+    def _comes_back(self, now: float) -> bool:
+        """Note that something made no sense; True if it has so often that it is a defect."""
         self._mended_at = [at for at in self._mended_at if at > now - _MENDED_S] + [now]
-        return len(self._mended_at) <= _MENDS_MAX
-
-    def _mend(self, error: Exception) -> None:
-        _log.error("%s: its tables make no sense and are derived again", self._name, exc_info=error)
-        if not self.owner.mend():
-            _log.error("%s: %s", self._name, self.owner.arena.no_entry())
+        return len(self._mended_at) > _MENDS_MAX
 
     def _announce(self) -> None:
         """Note what has changed, for the lookup to ask."""

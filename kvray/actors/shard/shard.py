@@ -66,11 +66,12 @@ class Shard:
         self._settings = settings
         self._serving: Serving | None = None
         self._loop = LoopThread(name, self._main, self._ended)
+        self.announcer = Announcer(settings.lookup_partitions)
         self._parts = ShardParts(
             name=name,
             settings=settings,
             loop=self._loop,
-            announcer=Announcer(settings.lookup_partitions),
+            announcer=self.announcer,
             ask=ask,
             serving=self._require_serving,
             traffic=Traffic(settings),
@@ -120,10 +121,6 @@ class Shard:
             with contextlib.suppress(ShardUnavailable):  # its arena was closed meanwhile
                 return {**status, **state, **serving.status()}
         return {**status, **self._state}
-
-    def unheard(self) -> list[int]:
-        """See `Announcer.unheard`."""
-        return self._parts.announcer.unheard()
 
     def clear(self, timeout_s: float) -> int:
         """Evict every block that nobody leases, on disk too; return how many.

@@ -363,7 +363,4 @@ def _unsigned(key: int) -> int:
 
 
 def _bits(parts: frozenset[int]) -> int:
-    found = 0
-    for part in parts:
-        found |= 1 << part % _PART_BITS
-    return found
+    return sum(1 << bit for bit in {part % _PART_BITS for part in parts})

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvray.actors.owner.ownership import EVENTS_FILE, remove_events
 from kvray.actors.shard.announcer import TierDelta
@@ -66,8 +66,7 @@ class EventSettings:
     """What is kept of blocks and their tokens in the arena's directory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
+class _Told(NamedTuple):
     """What an engine has told of its blocks."""
 
     namespace: int
@@ -144,7 +143,8 @@ class EventPublisher:
         self._store_now = store
         self._replicas = replicas
         self._told = _Waiting()
-        self._generation = 0
+        self.generation = 0
+        """The number of what engines were asked to tell."""
         self._terms: dict[int, NamespaceTerms] = {}
         self._store: NvmeStore | None = None
         self._deltas: list[tuple[str, TierDelta]] = []
@@ -177,36 +177,23 @@ class EventPublisher:
         if not isinstance(chains, list | tuple):
             raise ConfigError("The tokens of blocks come as a list of (parent, hashes, tokens).")
         size = sum(check_chain(one, tokens_per_block=tokens_per_block) for one in chains)
-        told = _Told(
-            namespace=namespace,
-            tokens_per_block=tokens_per_block,
-            chains=chains,
-            size=size,
-        )
-        is_taken = self._told.add(connection, told)
-        return self._generation if is_taken else self._generation - 1  # so they are told again
-
-    @property
-    def generation(self) -> int:
-        """The number of what engines were asked to tell."""
-        return self._generation
+        is_taken = self._told.add(connection, _Told(namespace, tokens_per_block, chains, size))
+        return self.generation if is_taken else self.generation - 1  # so they are told again
 
     def status(self) -> dict[str, Any]:
         """Return figures, and the addresses of each replica; from any thread."""
+        problem = self._problem or self._refused
+        if not self._thread.is_alive() and not self._is_over.is_set():
+            problem = "The thread that publishes KV events has ended; restart the shard."
         return {
             **self._figures,
             "dropped": self._told.num_dropped,
-            "problem": self._said_problem(),
+            "problem": problem,
             "replicas": {
                 replica: list(_addresses(self._settings.host, port))
                 for replica, (_, port) in sorted(self._ports.copy().items())
             },
         }
-
-    def _said_problem(self) -> str:
-        if not self._thread.is_alive() and not self._is_over.is_set():
-            return "The thread that publishes KV events has ended; restart the shard."
-        return self._problem or self._refused
 
     def _run(self) -> None:
         while not self._is_over.is_set():
@@ -217,7 +204,7 @@ class EventPublisher:
                     contextlib.closing(DescribedBlocks(self._path, bytes_max=bytes_max)) as blocks,
                     selectors.EpollSelector() as selector,
                 ):
-                    self._generation, self._problem = blocks.generation, ""
+                    self.generation, self._problem = blocks.generation, ""
                     self._publish(blocks, selector)
             except (sqlite3.Error, OSError) as error:
                 self._problem = f"The file {self._path} failed ({error}) and is made again."
@@ -258,7 +245,7 @@ class EventPublisher:
             if now >= prune_at:
                 prune_at = now + _PRUNE_S
                 blocks.prune()
-            self._generation = blocks.generation
+            self.generation = blocks.generation
             is_busy = blocks.is_behind
             if not is_busy:  # else what comes waits: tokens where they are, tiers in their tables
                 is_busy = self._take_told(blocks, now) | self._take_changes(blocks)
@@ -270,14 +257,12 @@ class EventPublisher:
 
     def _follow_replicas(self, blocks: DescribedBlocks, selector: selectors.EpollSelector) -> None:
         """Have a publisher for each namespace, and ports for each replica, that is here."""
-        self._refused = (
-            ""
-            if not blocks.is_full
-            else (
+        self._refused = ""
+        if blocks.is_full:
+            self._refused = (
                 f"There are more blocks than {self._settings.bytes_max >> 20} MiB can describe; the"
                 " others are not published."
             )
-        )
         last = max((publisher.last for publisher in self._publishers.values()), default=0)
         if last > blocks.note("last"):
             blocks.set_note("last", last)
