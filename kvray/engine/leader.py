@@ -517,10 +517,10 @@ def record(shared: SharedState, answer: Answer) -> None:
     """Count the outcome of a request, and note it for `kvray explain`."""
     request_id, asked, found, state = answer
     totals, size = shared.figures.totals, shared.args.tokens_per_block
-    requests = shared.figures.log.requests
+    log = shared.figures.log
     if asked is None:
         totals["bypassed_requests"] += 1
-        requests.note(RequestNote(request_id, time.time(), 0, size, 0, 0, 0, "bypassed"))
+        log.note(RequestNote(request_id, time.time(), 0, size, 0, 0, 0, "bypassed"))
         return
     first = asked.num_computed // size
     wanted = asked.num_askable(size) if state is None else state.counts.asked
@@ -550,7 +550,7 @@ def record(shared: SharedState, answer: Answer) -> None:
         totals[f"miss_tokens_{found.reason}"] += missed
     if state is not None and end < wanted:
         step, missing = sampled(state.keys[:wanted], end)
-    requests.note(
+    log.note(
         RequestNote(
             request_id=request_id,
             at=time.time(),

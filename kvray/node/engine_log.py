@@ -23,49 +23,6 @@ _WAITING_MAX = 512
 _SAID_MAX = 2048
 
 
-class RequestNotes:
-    """The latest requests of one rank.
-
-    The engine's thread notes, in about a microsecond and without a lock; the link's thread takes
-    and reports. Both use `_waiting`, a deque that drops the oldest beyond its bound.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: deque[RequestNote] = deque(maxlen=_WAITING_MAX)
-        self._said: OrderedDict[int, tuple[int, int, str]] = OrderedDict()
-        """Request -> its last note: a full engine asks again in every pass."""
-
-    def note(self, note: RequestNote) -> bool:
-        """Note the outcome of a request, unless it is the last one again; return whether it was."""
-        came = note.first, note.end, note.reason
-        if self._said.get(note.request_id) == came:
-            return False
-        self._said[note.request_id] = came
-        if len(self._said) > _SAID_MAX:
-            self._said.popitem(last=False)
-        self._waiting.append(note)
-        return True
-
-    def take(self) -> list[RequestNote]:
-        """Take the notes to report next, the oldest first."""
-        count = min(NOTES_MAX, len(self._waiting))
-        return [self._waiting.popleft() for _ in range(count)]
-
-    def give_back(self, notes: list[RequestNote]) -> None:
-        """Put `notes` back, as far as there is room."""
-        room = _WAITING_MAX - len(self._waiting)
-        self._waiting.extendleft(reversed(notes[max(0, len(notes) - room) :]))
-
-
-def packed(notes: list[RequestNote]) -> list[bytes]:
-    """Return notes in a report's form, without request numbers that no frame carries."""
-    found = []
-    for note in notes:
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            found.append(pack(note))
-    return found
-
-
 _WAITING_BLOCKS_MAX = 2**17
 """Keys that wait to be looked at; they are kept alive for it."""
 
@@ -269,13 +226,29 @@ def _chain(keys: list[BlockKey], at: int, end: int, tokens: memoryview) -> Chain
 
 
 class EngineLog:
-    """All of these of one rank. The engine's thread notes, the link's thread reports."""
+    """What one rank has for its shard's next reports; it has the latest requests itself.
+
+    The engine's thread notes, in about a microsecond and without a lock; the link's thread reports.
+    Both use `_waiting`, a deque that drops the oldest beyond its bound.
+    """
 
     def __init__(self) -> None:
-        self.requests = RequestNotes()
         self.prompts = PromptNotes()
         self.block_tokens = BlockTokens()
+        self._waiting: deque[RequestNote] = deque(maxlen=_WAITING_MAX)
         self._reported: list[RequestNote] = []
+        self._said: OrderedDict[int, tuple[int, int, str]] = OrderedDict()
+        """Request -> its last note: a full engine asks again in every pass."""
+
+    def note(self, note: RequestNote) -> None:
+        """Note the outcome of a request, unless it is the last one again."""
+        came = note.first, note.end, note.reason
+        if self._said.get(note.request_id) == came:
+            return
+        self._said[note.request_id] = came
+        if len(self._said) > _SAID_MAX:
+            self._said.popitem(last=False)
+        self._waiting.append(note)
 
     def hear(self, reply: dict[str, Any]) -> None:
         """Take from a reply what the shard wants next; of tokens it does not always speak."""
@@ -284,12 +257,23 @@ class EngineLog:
             self.block_tokens.hear(reply["describe"])
 
     def drain(self) -> dict[str, object]:
-        """Return the fields of the next report; if the shard does not take it, `give_back`."""
-        self._reported = self.requests.take()
+        """Return the fields of the next report; if the shard does not take it, `give_back`.
+
+        Requests go the oldest first, without those whose numbers no frame carries.
+        """
+        count = min(NOTES_MAX, len(self._waiting))
+        self._reported = [self._waiting.popleft() for _ in range(count)]
+        packed = []
+        for note in self._reported:
+            with contextlib.suppress(TypeError, ValueError, OverflowError):
+                packed.append(pack(note))
         prompts = self.prompts.take()
-        fields: dict[str, object] = {"requests": packed(self._reported)}
-        return fields if prompts is None else {**fields, "prompts": prompts.pack()}
+        return {"requests": packed, **({} if prompts is None else {"prompts": prompts.pack()})}
 
     def give_back(self) -> None:
-        """Report the notes on requests once more; a sample of prompts may be lost."""
-        self.requests.give_back(self._reported)
+        """Report the notes on requests once more, as far as there is room.
+
+        A sample of prompts may be lost.
+        """
+        room = _WAITING_MAX - len(self._waiting)
+        self._waiting.extendleft(reversed(self._reported[max(0, len(self._reported) - room) :]))

@@ -148,7 +148,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_once_its_name_is_needed(tmp_p
 
 def test_a_request_noted_before_the_name_says_why_it_missed(pair, monkeypatch):
     noted = []  # the link's thread may report a note at once
-    monkeypatch.setattr(pair.engine.figures.log.requests, "note", noted.append)
+    monkeypatch.setattr(pair.engine.figures.log, "note", noted.append)
     pair.serve(Request(7, PROMPT), computed=BLOCK)
     (note,) = noted
     assert (note.request_id, note.reason, note.num_tokens) == (7, "fingerprinting", len(PROMPT))

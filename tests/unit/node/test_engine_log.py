@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from kvray.identity.block import BlockKey, split_keys
 from kvray.identity.keys import chain_packed, pack
-from kvray.node import BlockTokens, PromptCounts, PromptNotes, engine_log
-from kvray.node.engine_log import RequestNotes, packed
+from kvray.node import BlockTokens, EngineLog, PromptCounts, PromptNotes, engine_log
 from kvray.store.sizing.prompts import BLOCKS_MAX, KEYS_MAX, LIMIT_MAX, SampledPrompts
-from kvray.trace.request_note import NOTES_MAX, RequestNote
+from kvray.trace.request_note import NOTES_MAX, RequestNote, unpack
 from tests.examples import examples
 
 
@@ -18,40 +17,49 @@ def note(request_id: int, *, end: int = 0) -> RequestNote:
     return RequestNote(request_id, 1.0, 40, 4, 0, end, 9, "not_stored")
 
 
+def reported(log: EngineLog) -> list[RequestNote]:
+    """Return the requests of the next report."""
+    packed = log.drain()["requests"]
+    assert isinstance(packed, list)
+    return [unpack(one) for one in packed]
+
+
 def test_what_was_noted_is_taken_once_in_its_order_and_what_could_not_be_reported_first():
-    notes = RequestNotes()
+    log = EngineLog()
     for number in (3, 1):
-        notes.note(note(number))
-    taken = notes.take()
-    assert notes.take() == []
-    notes.note(note(2))
-    notes.give_back(taken)
-    assert [one.request_id for one in notes.take()] == [3, 1, 2]
+        log.note(note(number))
+    assert [one.request_id for one in reported(log)] == [3, 1]
+    log.note(note(2))
+    log.give_back()
+    assert [one.request_id for one in reported(log)] == [3, 1, 2]
+    assert reported(log) == []
 
 
 def test_a_request_that_is_asked_about_again_with_the_same_end_is_noted_once():
-    notes = RequestNotes()
-    notes.note(note(1))
-    notes.note(note(1))
-    notes.note(note(1, end=4))
-    assert [one.end for one in notes.take()] == [0, 4]
+    log = EngineLog()
+    log.note(note(1))
+    log.note(note(1))
+    log.note(note(1, end=4))
+    assert [one.end for one in reported(log)] == [0, 4]
 
 
 def test_notes_that_nobody_takes_are_bounded_and_the_latest_stay():
-    notes = RequestNotes()
+    log = EngineLog()
     for number in range(2000):
-        notes.note(note(number))
-    first = notes.take()
-    assert len(first) == NOTES_MAX
-    notes.give_back(first)
+        log.note(note(number))
+    assert len(reported(log)) == NOTES_MAX
+    log.give_back()
     taken = []
-    while some := notes.take():
+    while some := reported(log):
         taken += some
     assert [one.request_id for one in taken] == list(range(2000 - len(taken), 2000))
 
 
 def test_a_number_that_no_frame_carries_costs_its_own_note_only():
-    assert len(packed([note(1), note(2**70), note(2)])) == 2
+    log = EngineLog()
+    for number in (1, 2**70, 2):
+        log.note(note(number))
+    assert [one.request_id for one in reported(log)] == [1, 2]
 
 
 def keys(count: int, seed: int = 0) -> list[BlockKey]:
