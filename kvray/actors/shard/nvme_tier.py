@@ -42,31 +42,41 @@ from kvray.store.nvme.terms import WriteBudget
 from kvray.store.retention import Retention
 from kvray.trace.arrival import NVME
 
+_log = logging.getLogger("kvray.shard")
+
+_IDLE_S = 0.25  # how long after a round without writes the next one begins
+_HUNG_S = 10.0  # the disk counts as hung when a write lasts this long
 _STALL_S = 2.0
 """The device counts as hung when reads are under way and none ends for this long."""
 _BAD_READS_MAX = 3
 """The device counts as failed after it refuses this many reads in a row."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvmeSettings:
+    """The settings of an NVMe tier, as plain values."""
+
+    directory: Path
+    spec: NvmeSpec
+    high_watermark: float
+    bytes_per_day: float | None
+    flush_s: float
+    reads_max: int
+
+
 class NvmeReads:
     """Reads blocks of one store into the arena."""
 
     def __init__(
-        self,
-        arena: Arena,
-        store: NvmeStore,
-        promoted: Promoted,
-        *,
-        directory: Path,
-        reads_max: int,
+        self, arena: Arena, store: NvmeStore, promoted: Promoted, settings: NvmeSettings
     ) -> None:
-        """Read at most `reads_max` spans at once; `directory` is for messages."""
+        """Read at most `reads_max` spans at once."""
         self._arena = arena
         self._store = store
         self._promoter = Promoter(arena, store, promoted)
-        self._directory = directory
-        self._reads_max = reads_max
-        self._readers = ThreadPoolExecutor(reads_max, "kvray-promote")
+        self._directory = settings.directory
+        self._reads_max = settings.reads_max
+        self._readers = ThreadPoolExecutor(settings.reads_max, "kvray-promote")
         self._reads: set[Future[Brought]] = set()
         self._rate = Rate()
         self.breaker = Breaker(Random())
@@ -207,24 +217,6 @@ class NvmeReads:
         return len(mask) if mask.all() else int(mask.argmin())
 
 
-_log = logging.getLogger("kvray.shard")
-
-_IDLE_S = 0.25  # how long after a round without writes the next one begins
-_HUNG_S = 10.0  # the disk counts as hung when a write lasts this long
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NvmeSettings:
-    """The settings of an NVMe tier, as plain values."""
-
-    directory: Path
-    spec: NvmeSpec
-    high_watermark: float
-    bytes_per_day: float | None
-    flush_s: float
-    reads_max: int
-
-
 class NvmeTier:
     """Stands between an arena and a store; used by the shard's event loop unless said otherwise."""
 
@@ -258,13 +250,7 @@ class NvmeTier:
             budget=self._budget,
             retention=retention,
         )
-        self.reads = NvmeReads(
-            arena,
-            self.store,
-            retention.promoted,
-            directory=settings.directory,
-            reads_max=settings.reads_max,
-        )
+        self.reads = NvmeReads(arena, self.store, retention.promoted, settings)
         self._writer = ThreadPoolExecutor(1, "kvray-demote")
         self._writing: Future[int] | None = None
         self._writing_since = 0.0

@@ -382,11 +382,11 @@ async def test_without_a_supervisor_those_are_followed_that_name_themselves(tier
     assert tier.is_told, "it goes on with those that it knows"
     await tier.one.restart()
     await asyncio.sleep(10)
-    assert [shard.announcer.unheard() for shard in tier.shards.values()] == [[0]] * 3
+    assert [shard.unheard() for shard in tier.shards.values()] == [[0]] * 3
     for shard in (*tier.shards, "gone"):
         tier.one.followers.name(shard)
     assert await tier.until_told(30) < 30
-    assert [shard.announcer.unheard() for shard in tier.shards.values()] == [[]] * 3
+    assert [shard.unheard() for shard in tier.shards.values()] == [[]] * 3
     tier.is_supervised = True
     await asyncio.sleep(5)
     assert sorted(tier.one.followers.lookup._shards) == ["s0", "s1", "s2"]
