@@ -306,8 +306,6 @@ class Announcer:
     def __init__(
         self, num_partitions: int = 1, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.is_leaving = False
-        """Whether the node is being drained."""
         self._clock = clock
         self._arena_id = ""
         self._store: NvmeStore | None = None
@@ -319,6 +317,11 @@ class Announcer:
         self._polls: dict[int, tuple[Poll, float]] = {}
         # Keys of partial blocks, until the next look at the tables.
         self._partial: deque[bytes] = deque(maxlen=64)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the node is being drained."""
+        return self._about[2]
 
     @property
     def num_shards(self) -> int:
@@ -368,7 +371,7 @@ class Announcer:
         """
         about = tuple(sorted(ranks)), tuple(sorted(namespaces)), is_leaving
         if about != self._about:
-            self._about, self.is_leaving = about, is_leaving
+            self._about = about
             for log in self._logs:
                 log.news.set()
 

@@ -116,7 +116,7 @@ class Serving:
             num_partitions=settings.lookup_partitions,
         )
         self.drain = Drain(self.sender)
-        self.copies = Copies(self.sender, owner, self.retention, settings.copies)
+        self.copies = Copies(self.sender, settings.copies)
         self.events: EventPublisher | None = None  # None: nobody is to hear of its blocks
         if settings.events is not None:
             self.events = EventPublisher(

@@ -14,10 +14,8 @@ import numpy as np
 from kvray.actors.shard.sending.sender import Sender
 from kvray.config import CopiesConfig
 from kvray.errors import KVRayError
-from kvray.store import ArenaOwner
 from kvray.store.arena.tables import Array
 from kvray.store.copies import are_extra
-from kvray.store.retention import Retention
 
 _log = logging.getLogger("kvray.shard")
 
@@ -36,16 +34,13 @@ _REST_S = 2 * _AGAIN_S
 class Copies:
     """The copies of one shard; state of its event loop, `status` from any thread."""
 
-    def __init__(
-        self, sender: Sender, owner: ArenaOwner, retention: Retention, settings: CopiesConfig
-    ) -> None:
+    def __init__(self, sender: Sender, settings: CopiesConfig) -> None:
         self._sender = sender
-        self._owner = owner
-        self._retention = retention
-        self._marks = retention.copies
-        self._uses = retention.uses
+        self._owner = sender.owner
+        self._marks = sender.retention.copies
+        self._uses = sender.retention.uses
         self._idle_s = settings.idle_s
-        self._bytes_max = int(settings.share * owner.arena.tables.geometry.capacity)
+        self._bytes_max = int(settings.share * sender.owner.arena.tables.geometry.capacity)
         self._task: asyncio.Task[None] | None = None
         self._due_at = self._choose_at = 0.0
         self._looked_at = (-1, -1)
@@ -118,7 +113,7 @@ class Copies:
         self._marks.choose(
             self._owner.arena.tables,
             self._uses.used_at,
-            self._retention.rank_alone,
+            self._sender.retention.rank_alone,
             now=time.monotonic(),
             idle_s=self._idle_s,
             bytes_max=self._bytes_max,

@@ -195,7 +195,8 @@ class Drain:
 
     def _used(self, tables: Tables, slots: Array, since: float) -> Array:
         """Return those of `slots` of the memory that others have, and that were used `since`."""
-        used = slots[self._sender.were_used(slots, since=since)]
+        counts, used_at = self._sender.retention.uses.of(slots)
+        used = slots[(counts > 0) & (used_at >= since)]
         return used[self._is_settled(tables, used)]
 
     @property

@@ -39,8 +39,8 @@ class Sender:
     ) -> None:
         self.shard = shard
         self.peers = peers
-        self._owner = owner
-        self._retention = retention
+        self.owner = owner
+        self.retention = retention
         self._nvme = nvme
         self._num_partitions = num_partitions
 
@@ -53,11 +53,11 @@ class Sender:
 
         It ranks all blocks: not for the event loop's thread.
         """
-        arena, nvme = self._owner.arena.tables, self._nvme()
-        tiers = [(arena, hottest_first(arena, self._retention.rank))]
+        arena, nvme = self.owner.arena.tables, self._nvme()
+        tiers = [(arena, hottest_first(arena, self.retention.rank))]
         if nvme is not None:
             store = nvme.store.tables
-            slots = hottest_first(store, self._retention.rank_below)
+            slots = hottest_first(store, self.retention.rank_below)
             tiers.append((store, slots[find_alike(store, slots, arena) < 0]))
         return tiers
 
@@ -82,12 +82,6 @@ class Sender:
                 found.setdefault(shard, np.zeros(len(slots), dtype=bool))[rows] = mask
         return found
 
-    def were_used(self, slots: Array, *, since: float) -> Array:
-        """Return a mask of the `slots` of the memory that were used `since` then, monotonic."""
-        counts, used_at = self._retention.uses.of(slots)
-        used: Array = (counts > 0) & (used_at >= since)
-        return used
-
     async def send(
         self, tables: Tables, slots: Array, target: str, *, seconds: float, is_use: bool = False
     ) -> tuple[Array, str]:
@@ -102,7 +96,7 @@ class Sender:
         spans = tuple(span_of(tables, chain, mover_of(self.shard)) for chain in chains)
         order = FetchOrder(spans=spans, deadline_s=seconds, purpose="use" if is_use else "copy")
         nvme = self._nvme()
-        if tables is not self._owner.arena.tables and nvme is not None:
+        if tables is not self.owner.arena.tables and nvme is not None:
             await nvme.reads.promote(order)  # movers read from memory only
         report: FetchReport = await self.peers.call_watched(
             mover_of(target), "fetch", *packed(order), work_s=seconds
