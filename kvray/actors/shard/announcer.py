@@ -189,6 +189,8 @@ class ChangeLog:
         """When the oldest change was noted that no reply had yet."""
         self.news = asyncio.Event()
         """Set whenever a poll may have something to reply."""
+        self.heard: tuple[Poll, float] | None = None
+        """The partition's last poll, and when it came or was answered."""
         self.num_polls = 0
         self.said: object = None
         """What the last reply had about the shard."""
@@ -313,8 +315,6 @@ class Announcer:
         self._deltas: list[TierDelta] = []
         self._about: _About = (), (), False
         self._logs = [ChangeLog(partial(self._held, at)) for at in range(num_partitions)]
-        # The last poll of each partition, and when it came or was answered.
-        self._polls: dict[int, tuple[Poll, float]] = {}
         # Keys of partial blocks, until the next look at the tables.
         self._partial: deque[bytes] = deque(maxlen=64)
 
@@ -326,26 +326,24 @@ class Announcer:
     @property
     def num_shards(self) -> int:
         """Live shards of the tier, as a partition said last; 0 while none asks."""
-        return max((poll.num_shards for poll in self._heard().values()), default=0)
+        polls = filter(None, map(self._poll_of, self._logs))
+        return max((poll.num_shards for poll in polls), default=0)
 
     def unheard(self) -> list[int]:
         """Return the partitions that have not asked for long; from any thread."""
-        heard = self._heard()
-        return [number for number in range(len(self._logs)) if number not in heard]
+        return [number for number, log in enumerate(self._logs) if self._poll_of(log) is None]
 
-    def _heard(self) -> dict[int, Poll]:
-        """Return the last polls of the partitions that are not away."""
-        now = self._clock()
-        return {
-            number: poll
-            for number, (poll, at) in self._polls.copy().items()
-            if now - at <= _UNHEARD_S + 6 * poll.pace_s
-        }
+    def _poll_of(self, log: ChangeLog) -> Poll | None:
+        """Return the last poll of a log's partition; None: the partition is away."""
+        poll, at = log.heard or (None, 0.0)
+        is_away = poll is None or self._clock() - at > _UNHEARD_S + 6 * poll.pace_s
+        return None if is_away else poll
 
     @property
     def namespaces(self) -> frozenset[int]:
         """Those of all shards, as arenas number them; none, if the lookup has just started."""
-        return frozenset().union(*(poll.namespaces for poll, _ in self._polls.copy().values()))
+        heard = (log.heard for log in self._logs)
+        return frozenset().union(*(poll.namespaces for poll, _ in filter(None, heard)))
 
     def status(self) -> dict[str, Any]:
         """Return how far the lookup is behind; from any thread.
@@ -385,7 +383,7 @@ class Announcer:
         if not self._deltas:
             raise ShardUnavailable("The shard has not looked at its blocks yet.")
         log, loop = self._logs[poll.partition], asyncio.get_running_loop()
-        self._polls[poll.partition] = poll, self._clock()
+        log.heard = poll, self._clock()
         if poll.partial_keys:
             self._partial.append(poll.partial_keys)
         log.num_polls += 1
@@ -400,7 +398,7 @@ class Announcer:
         if number != log.num_polls:
             # Its cursor may be an older one: the log must not begin again for it.
             raise ShardUnavailable("The partition has asked again meanwhile.")
-        self._polls[poll.partition] = poll, self._clock()
+        log.heard = poll, self._clock()
         ranks, namespaces, is_leaving = log.said = self._about
         made = Delta(since=poll.cursor, cursor=poll.cursor)
         if poll.most:

@@ -6,13 +6,7 @@ from pathlib import Path
 
 from kvray.actors.shard.events.publisher import EventSettings
 from kvray.actors.shard.nvme_tier import NvmeSettings
-from kvray.config import (
-    ArenaConfig,
-    CopiesConfig,
-    KVRayConfig,
-    ShardConfig,
-    StagingConfig,
-)
+from kvray.config import ArenaConfig, CopiesConfig, KVRayConfig, ShardConfig, StagingConfig
 from kvray.identity.tenant import tenant_id
 from kvray.store import ArenaSpec
 from kvray.store.arena.quotas import name_of

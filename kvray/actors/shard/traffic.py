@@ -13,14 +13,7 @@ from typing import Any
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.staging.replicas import Origin
 from kvray.errors import ConfigError
-from kvray.store.sizing import (
-    CPU_SHARE,
-    PROMPTS_MAX,
-    Plan,
-    SampledPrompts,
-    Steps,
-    TrafficSample,
-)
+from kvray.store.sizing import CPU_SHARE, PROMPTS_MAX, Plan, SampledPrompts, Steps, TrafficSample
 from kvray.trace.request_note import NOTES_MAX, unpack
 
 _BUDGET_MAX_S = 0.005
@@ -45,8 +38,7 @@ class Traffic:
         self._sample = TrafficSample(int(usable))
         self._prompts_max = _PROMPTS_FIRST
         self._seen = 0  # prompts in the sample when the last curve was begun
-        self._plan: Plan | None = None
-        self._steps: Steps | None = None
+        self._drawing: tuple[Plan, Steps] | None = None  # the present curve, and what is left of it
         self._curve: tuple[float, dict[str, Any]] | None = None
         """When the last curve was done, and the curve."""
         self._budget_s = 0.0
@@ -106,18 +98,18 @@ class Traffic:
 
     def _go_on(self, now: float) -> bool:
         """Do a step; return whether there is another."""
-        if self._plan is None or self._steps is None:
+        if self._drawing is None:
             if self._sample.num_seen == self._seen or now < self._begun_at + _CURVE_S:
                 return False
             self._seen, self._begun_at = self._sample.num_seen, now
-            self._plan = self.plan(self._prompts_max)
+            plan = self.plan(self._prompts_max)
+            self._drawing = plan, plan.steps()
             self._prompts_max = min(2 * self._prompts_max, PROMPTS_MAX)
-            self._steps = self._plan.steps()
+        plan, steps = self._drawing
         try:
-            next(self._steps)
+            next(steps)
         except StopIteration as end:
-            self._curve = time.monotonic(), self._plan.drawn(end.value)
-            self._plan = self._steps = None
+            self._curve, self._drawing = (time.monotonic(), plan.drawn(end.value)), None
         return True
 
 

@@ -181,7 +181,7 @@ def summed(first: dict[str, Any], partitions: list[dict[str, Any]]) -> dict[str,
 
 
 def contents(namespace: str | None, hottest: int, *, timeout_s: float) -> dict[str, Any]:
-    """Return shard -> its answer to `Queries.contents`, without silent shards.
+    """Return shard -> its answer to `ActorRequests.contents`, without silent shards.
 
     ConfigError: `namespace` names none.
     """

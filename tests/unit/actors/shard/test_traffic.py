@@ -78,7 +78,7 @@ def test_a_curve_is_drawn_again_when_there_are_new_prompts_only(made):
     report(made)
     first = until_drawn(made)
     made.step(time.monotonic() + 1e6)
-    assert made._steps is None
+    assert made._drawing is None
     report(made, seed=1)
     assert until_drawn(made)["sampled_prompts"] > first["sampled_prompts"]
 
