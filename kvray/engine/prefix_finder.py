@@ -291,7 +291,7 @@ class PrefixFinder:
         if shared.args.asks_again and not shared.spans_nodes:
             if self._late is None:
                 self._late = LateStages(shared.link.directory)
-            self._late.begin(query.request_id, stage, now=began, have=have)
+            self._late.begin(query.request_id, stage, began=began, have=have)
             raise AskAgain
         calls = self._own_calls(shared)
         if not calls.can_ask:
@@ -401,15 +401,13 @@ def _prefix(
 
 def _lease_along(shared: SharedState, query: _Query, reply: StageReply) -> Matched:
     """Lease here all of `query.keys`, which ranks on other nodes have leased, or none of them."""
+    matched: PrefixLease | None = None
     try:
         matched, reason = _lease_here(shared, query, shared.link.arena, away=reply.leases)
-    except BaseException:
-        shared.release_away(reply.leases)
-        raise
-    if matched is None:
-        shared.release_away(reply.leases)
-        return None, reason
-    if matched.num_blocks < len(query.keys):
+    finally:
+        if matched is None:  # else it ends theirs, too
+            shared.release_away(reply.leases)
+    if matched is None or matched.num_blocks < len(query.keys):
         shared.release_prefix(matched)
         return None, reason
     return matched, _reason(reason, reply)
@@ -482,46 +480,44 @@ class LateStages:
         self._local = threading.local()
         self._calls: list[StageCalls] = []
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvray-stage")
-        self._pending: dict[int, tuple[Future[StageReply], float, int]] = {}
+        self._pending: dict[int, Future[LateReply]] = {}
 
-    def begin(self, request_id: int, stage: Stage, *, now: float, have: int) -> None:
-        """Have the shard called for a request; `take` has the reply, with `now` and `have`."""
-        self._pending[request_id] = self._threads.submit(self._do, stage), now, have
+    def begin(self, request_id: int, stage: Stage, *, began: float, have: int) -> None:
+        """Have the shard called for a request; `take` has the reply, with `began` and `have`."""
+        self._pending[request_id] = self._threads.submit(self._do, stage, began, have)
 
     def is_pending(self, request_id: int) -> bool:
         """Whether a request has a call without a reply."""
         call = self._pending.get(request_id)
-        return call is not None and not call[0].done()
+        return call is not None and not call.done()
 
     def take(self, request_id: int) -> LateReply | None:
         """Return the reply, once; None: there was no call for the request."""
-        if request_id not in self._pending:
-            return None
-        reply, began, have = self._pending.pop(request_id)
-        return LateReply(reply.result(), began, have)
+        call = self._pending.pop(request_id, None)
+        return None if call is None else call.result()
 
     def forget(self, request_id: int) -> None:
         """Drop a request's call, if it has not begun, or its reply."""
         call = self._pending.pop(request_id, None)
         if call is not None:
-            call[0].cancel()
+            call.cancel()
 
     def close(self) -> None:
         """End the threads; nobody waits for the calls that are under way. Twice is fine."""
-        for reply, *_ in self._pending.values():
-            reply.cancel()
+        for call in self._pending.values():
+            call.cancel()
         for calls in self._calls:
             calls.interrupt()
         self._threads.shutdown()
         for calls in self._calls:
             calls.close()
 
-    def _do(self, stage: Stage) -> StageReply:
+    def _do(self, stage: Stage, began: float, have: int) -> LateReply:
         calls = getattr(self._local, "calls", None)
         if calls is None:
             calls = self._local.calls = StageCalls(self._directory)
             self._calls.append(calls)
-        return stage(calls)
+        return LateReply(stage(calls), began, have)
 
 
 class PrefillRate:
