@@ -392,11 +392,9 @@ class Leader:
                         stored_by=promise.lease.stored_by,
                     )
                 )
-        except BaseException:
-            shared.release_prefix(promise.lease)
-            raise
-        if not taken:
-            shared.release_prefix(promise.lease)
+        finally:
+            if not plans:
+                shared.release_prefix(promise.lease)
         end = (promise.first + taken) * state.tokens_per_block
         return end if taken and is_sure else start, plans
 
