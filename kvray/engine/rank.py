@@ -27,6 +27,7 @@ from kvray.errors import LayoutMismatch, LeaseExpired
 from kvray.identity.block import split_keys
 from kvray.store import Arena, Lease, Membership
 from kvray.store.arena.lease import places
+from kvray.store.arena.payload import runs
 from kvray.store.arena.tables import Array
 from kvray.trace.reasons import DropReason
 
@@ -297,7 +298,10 @@ class RankWorker:
             before = len(keys) - plan.pages[0].num_blocks
             for part in stored:
                 pages = plan.pages[part.group].ids()
-                for start, stop in _runs(pages >= 0):
+                here = pages >= 0
+                for start, stop in runs(np.diff(here), len(here)):
+                    if not here[start]:
+                        continue
                     at = start + before
                     yield Job(
                         request_id=plan.request_id,
@@ -314,9 +318,3 @@ class RankWorker:
 
 def _num_saved(meta: ConnectorMeta) -> int:
     return sum(plan.pages[0].num_blocks for plan in meta.saves if plan.pages)
-
-
-def _runs(here: Any) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of each run of True."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], here, [False])).astype(np.int8)))
-    return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
