@@ -258,11 +258,6 @@ class SharedState:
         """The replica's name: the shard gives another one if it is taken on this node."""
         return self._replica if self._registration is None else self._registration.replica
 
-    @property
-    def is_registered(self) -> bool:
-        """Whether the worker has registered its pool."""
-        return self._registration is not None
-
     def register(self, layout: CacheLayout) -> None:
         """Register this rank with the shard, and complete the namespace if the model has a name.
 
@@ -502,8 +497,9 @@ def registered_state(shared: SharedState) -> SharedState:
     engine rather than load a wrong block: they check the metadata's namespace against their own.
     ConfigError: there is none.
     """
-    for other in shared.link.members():
-        if isinstance(other, SharedState) and other.args == shared.args and other.is_registered:
+    members = (one for one in shared.link.members() if isinstance(one, SharedState))
+    for other in members:
+        if other.args == shared.args and other.identity.readings:
             return other
     raise ConfigError(
         "No worker of this process has registered its pool for this configuration; give scheduler"
