@@ -253,31 +253,20 @@ def _pieces(
 ) -> Iterator[Region]:
     """Yield the pages' runs, and the gaps between them, that a page of rank `other` is made of."""
     plane = region.size // region.num_planes
-    if stored_by > num_ranks:
-        share = plane * num_ranks // stored_by
-        at = (other - rank * stored_by // num_ranks) * share
-        for start in range(0, region.size, plane):
-            yield _run(region, start + at, share)
-        return
-    ratio = num_ranks // stored_by
-    skipped = rank % ratio * plane
-    for start in range(0, region.size, plane):
+    wider, narrower = max(1, stored_by // num_ranks), max(1, num_ranks // stored_by)
+    size = plane // wider  # of a run, which is a share of our plane or all of it
+    at, before = other % wider * size, rank % narrower * plane
+    after = (narrower - 1) * plane - before
+    skipped = before
+    for start in range(at, region.size, plane):
         if skipped:
-            yield _gap(region, skipped)
-        yield _run(region, start, plane)
-        skipped = (ratio - 1) * plane
-    if rest := (ratio - 1 - rank % ratio) * plane:
-        yield _gap(region, rest)
-
-
-def _run(region: Region, start: int, size: int) -> Region:
-    layers = next(step.layers for step in region.steps if step.start <= start < step.stop)
-    pages = region.pages[:, start : start + size]
-    return Region(pages=pages, steps=(LayerRange(layers, 0, size),))
-
-
-def _gap(region: Region, size: int) -> Region:
-    return Region(pages=region.pages.new_empty((0, size)), steps=())
+            yield Region(pages=region.pages.new_empty((0, skipped)), steps=())
+        layers = next(step.layers for step in region.steps if step.start <= start < step.stop)
+        pages = region.pages[:, start : start + size]
+        yield Region(pages=pages, steps=(LayerRange(layers, 0, size),))
+        skipped = after + before
+    if after:
+        yield Region(pages=region.pages.new_empty((0, after)), steps=())
 
 
 @dataclass(frozen=True, kw_only=True)
