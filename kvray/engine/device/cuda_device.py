@@ -291,11 +291,11 @@ class CudaDevice:
             gather(pieces, self._device)
 
     def _measure(self) -> "Below | None":
-        from kvray.engine.device.gather import calibrate, memory_bytes
+        from kvray.engine.device.gather import MEMORY_BYTES, calibrate
 
         if not self._driver().sees_host_addresses:
             return None
-        host = np.zeros(memory_bytes(), dtype=np.uint8)
+        host = np.zeros(MEMORY_BYTES, dtype=np.uint8)
         if not self.register(host):
             return None
         stream = self.make_stream()

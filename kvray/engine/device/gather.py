@@ -23,6 +23,8 @@ _WORDS = 1024
 _SIZES = tuple(kib * 1024 for kib in (8, 16, 32, 64))
 _ROUND_BYTES = 16 * 2**20
 """Pieces enough that what begins a kernel does not count: a load has thousands of them."""
+MEMORY_BYTES = 2 * _ROUND_BYTES
+"""What `calibrate` needs on either side."""
 _ROUNDS = 3
 _GAIN = 1.1
 """How much faster the kernel must be to be worth the cores that it takes."""
@@ -75,7 +77,7 @@ def calibrate(
 ) -> Below:
     """Compare both for pieces of growing sizes, which takes some 60 ms, and return what was found.
 
-    `host` and `device` are addresses of `memory_bytes()` each. The two make copies, which are loads
+    `host` and `device` are addresses of `MEMORY_BYTES` each. The two make copies, which are loads
     if they are told so, and return the seconds that these took.
     """
     best = []
@@ -103,11 +105,6 @@ def largest(times: Sequence[tuple[int, float, float]]) -> int:
             break
         found = size
     return found
-
-
-def memory_bytes() -> int:
-    """Return the bytes that `calibrate` needs on either side."""
-    return 2 * _ROUND_BYTES
 
 
 def _spread(host: int, device: int, size: int, *, is_load: bool) -> Pieces:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvray.engine.device import gather as compiled
-from kvray.engine.device.gather import Below, calibrate, is_even, largest, memory_bytes
+from kvray.engine.device.gather import MEMORY_BYTES, Below, calibrate, is_even, largest
 from kvray.engine.device.pool import Pieces, join
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def test_both_directions_are_measured_within_their_memory_and_piece_by_piece():
         on_device, on_host = pieces[:2] if is_load else pieces[1::-1]
         for ends, base in ((on_device, device), (on_host, host)):
             assert ends.min() == base
-            assert (ends + pieces.sizes).max() <= base + memory_bytes()
+            assert (ends + pieces.sizes).max() <= base + MEMORY_BYTES
         assert len(join(pieces, on_host, base=host, chunk_bytes=2**30).sizes) == len(pieces.sizes)
         seen[is_load].append(int(pieces.sizes[0]))
         return 20e-3 / int(pieces.sizes[0])
