@@ -429,7 +429,7 @@ class Leader:
             depth=first,
             keys=b"".join(state.keys_until(end)[max(0, first - 1) :]),
             pages=tuple(PageIds.of(group[first:end]) for group in state.pages),
-            priorities=state.priorities.of(first, end),
+            priorities=state.priorities_of(first, end),
             tenant_id=state.tenant_id,
         )
         state.num_saved = end

@@ -4,7 +4,6 @@
 report is what one pass has that is new about a request. It may have retention priorities, 0 to 100.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,8 +17,6 @@ from kvray.identity.keys import MediaItem, chain_packed, pack
 from kvray.node import BlockTokens, PromptCounts
 from kvray.store.arena.layout import DEFAULT_PRIORITY, PRIORITY_MAX
 from kvray.trace.arrival import Arrivals
-
-_log = logging.getLogger("kvray.connector")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,29 +68,6 @@ def read_priorities(report: Any) -> bytes:
     return numbers.clip(0, PRIORITY_MAX).astype(np.uint8).tobytes() if numbers.ndim == 1 else b""
 
 
-class Priorities:
-    """Priorities of one request's blocks, in prompt order; unnamed blocks have the default."""
-
-    __slots__ = ("_known",)
-
-    def __init__(self) -> None:
-        self._known = bytearray()
-
-    def extend(self, more: bytes, *, at: int, count: int) -> None:
-        """Note those of `count` blocks from the place `at` on; `more` may have too many or few."""
-        if more:
-            self._known += _DEFAULT * (at - len(self._known)) + more[:count]
-
-    def of(self, first: int, end: int) -> bytes:
-        """Return those of the blocks from `first` to `end`; empty if all have the default."""
-        found = bytes(self._known[first:end])
-        return found.ljust(end - first, _DEFAULT) if found.strip(_DEFAULT) else b""
-
-    def are_raised(self, end: int) -> bool:
-        """Whether one of the first `end` is to be kept longer than if nothing were said of it."""
-        return max(self._known[:end], default=0) > DEFAULT_PRIORITY
-
-
 NO_PAGE = -1
 
 
@@ -124,7 +98,8 @@ class RequestState:
     is_reported: bool = False  # whether the engine has reported it since it was asked about
     is_later_life: bool = False
     """Whether the engine reports deltas to an earlier request of its id."""
-    priorities: Priorities = field(default_factory=Priorities)
+    priorities: bytearray = field(default_factory=bytearray)
+    """Retention priorities of its blocks, in prompt order; those that follow have the default."""
     num_saved: int = 0
     """Leading blocks that are in the tier, or were handed to the workers to save."""
     num_full: int = 0
@@ -163,7 +138,8 @@ class RequestState:
         a reused id it reports only tokens beyond the longest earlier request, which we cannot use.
         Such a request has the tokens of its query, and the pages of its allocation.
 
-        `priorities` are of the first group's new blocks; `new`: the id's first report.
+        `priorities` are of the first group's new blocks, perhaps too many or few of them; `new`:
+        the id's first report.
         """
         self.is_later_life = not new and (self.is_later_life or not self.is_reported)
         if self.is_later_life and not self.is_reported:
@@ -174,14 +150,16 @@ class RequestState:
         if self.is_later_life:
             return
         at = 0 if new else len(self.pages[0])
-        self.priorities.extend(priorities, at=at, count=len(pages[0]))
+        if priorities:
+            unnamed = _DEFAULT * (at - len(self.priorities))
+            self.priorities += unnamed + priorities[: len(pages[0])]
         if new:
             # Mostly what the query was given; a replay may have grown.
             if tokens != self._prompt:
                 self.prompt_keys(list(tokens))
             self.pages = tuple(list(group) for group in pages)
             self._prompt = None
-            if self.priorities.are_raised(self.num_found):
+            if max(self.priorities[: self.num_found], default=0) > DEFAULT_PRIORITY:
                 self.num_saved = 0  # what is in the tier is to be kept longer from now on
             return
         if tokens:
@@ -234,6 +212,11 @@ class RequestState:
                 if NO_PAGE in fresh:
                     end = self.num_saved + fresh.index(NO_PAGE)
         return max(end, self.num_saved)
+
+    def priorities_of(self, first: int, end: int) -> bytes:
+        """Return those of the blocks from `first` to `end`; empty if all have the default."""
+        found = bytes(self.priorities[first:end])
+        return found.ljust(end - first, _DEFAULT) if found.strip(_DEFAULT) else b""
 
     def keys_until(self, end: int) -> list[BlockKey]:
         """Return the keys of the first `end` blocks."""

@@ -11,7 +11,7 @@ import pytest
 from kvray.actors.shard.actor_requests import Asked
 from kvray.actors.shard.shard import Shard
 from kvray.connector.base import RequestData
-from kvray.engine.request import Priorities, read_priorities
+from kvray.engine.request import RequestState, read_priorities
 from kvray.identity.block import namespace_id
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.node import link as link_module
@@ -27,6 +27,10 @@ _STARTS = itertools.count(1000, 100)
 @pytest.fixture(autouse=True)
 def reports_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "_REPORT_S", 0.02)
+
+
+def state_of(**known: Any) -> RequestState:
+    return RequestState(request_id=1, seed=bytes(32), tokens_per_block=BLOCK, **known)
 
 
 def new_prompt(count: int = 10) -> list[int]:
@@ -192,9 +196,9 @@ def test_status_shows_the_namespace_by_the_name_of_the_replicas(shard, pair):
 )
 def test_without_priorities_or_with_nonsense_blocks_have_the_default(asked, wanted):
     told = read_priorities(SimpleNamespace(priorities=asked))
-    priorities = Priorities()
-    priorities.extend(told, at=0, count=8)
-    assert list(priorities.of(0, 8) or [35] * 8) == wanted
+    state = state_of()
+    state.extend([], [list(range(8))], new=True, priorities=told)
+    assert list(state.priorities_of(0, 8) or [35] * 8) == wanted
 
 
 def test_blocks_that_are_here_are_kept_longer_when_a_request_asks_for_it(pair):
@@ -224,11 +228,17 @@ def test_priorities_of_later_reports_belong_to_their_new_blocks(pair):
 
 
 def test_what_has_the_default_throughout_needs_no_bytes():
-    priorities = Priorities()
-    assert priorities.of(0, 5) == b""
-    priorities.extend(bytes([35, 35]), at=0, count=2)
-    priorities.extend(bytes([90]), at=4, count=1)
-    assert priorities.of(0, 4) == b""
-    assert priorities.of(3, 7) == bytes([35, 90, 35, 35])
-    assert not priorities.are_raised(4)
-    assert priorities.are_raised(5)
+    state = state_of()
+    assert state.priorities_of(0, 5) == b""
+    state.extend([], [[0, 1]], new=True, priorities=bytes([35, 35]))
+    state.extend([], [[2, 3]], new=False)
+    state.extend([], [[4]], new=False, priorities=bytes([90]))
+    assert state.priorities_of(0, 4) == b""
+    assert state.priorities_of(3, 7) == bytes([35, 90, 35, 35])
+
+
+@pytest.mark.parametrize(("num_found", "num_saved"), [(4, 4), (5, 0)])
+def test_blocks_that_are_here_are_saved_again_only_if_one_of_them_is_raised(num_found, num_saved):
+    state = state_of(num_found=num_found, num_saved=num_found)
+    state.extend([], [list(range(5))], new=True, priorities=bytes([35, 35, 35, 35, 90]))
+    assert state.num_saved == num_saved
