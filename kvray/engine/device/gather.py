@@ -7,6 +7,7 @@ pieces on the copy engines are as fast differs from card to card, so it is measu
 """
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -99,12 +100,8 @@ def largest(times: Sequence[tuple[int, float, float]]) -> int:
 
     `times` has growing sizes, each with the time of the copy engines and of the kernel.
     """
-    found = 0
-    for size, engines, kernel in times:
-        if kernel * _GAIN > engines:
-            break
-        found = size
-    return found
+    ahead = takewhile(lambda one: one[2] * _GAIN <= one[1], times)
+    return max((size for size, *_ in ahead), default=0)
 
 
 def _spread(host: int, device: int, size: int, *, is_load: bool) -> Pieces:
