@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvray.errors import ConfigError
 from kvray.reference.engine import ReferenceEngine
 from tests.engine.conftest import BLOCK, MakeEngine, make_prompt
 from tests.kit.tier import Tier
@@ -67,6 +68,24 @@ def test_old_weights_never_answer(tier, trained, truth, options):
     said, hits = answers(engine)
     assert said == truth["tiny:0"]
     assert min(hits) > 0
+
+
+def test_weights_that_cannot_be_loaded_leave_the_engine_as_it_is(trained, truth):
+    engine = trained()
+    with pytest.raises(ConfigError, match="no model"):
+        engine.update_weights("/no/such/model")
+    assert answers(engine)[0] == truth["tiny:0"]
+
+
+def test_a_request_that_waits_for_new_weights_may_be_cancelled(trained):
+    engine = trained()
+    long = engine.submit(PROMPTS[0], max_tokens=64)
+    update = engine._intake.update_weights("tiny:1")
+    waiting = engine.submit(PROMPTS[1], max_tokens=64)
+    engine.cancel(waiting)
+    update.result(WAIT_S)
+    assert waiting.result(WAIT_S).finish_reason == "cancelled"
+    assert long.result(WAIT_S).finish_reason == "length"
 
 
 def test_requests_that_come_during_a_change_are_answered_with_the_new_weights(tier, trained, truth):

@@ -149,8 +149,18 @@ def test_a_broken_body_is_a_bad_request(client, body):
     assert client.post("/v1/completions", content=body).status_code == 400
 
 
+def test_a_prompt_that_is_no_text_is_a_bad_request(client):
+    body = json.dumps({"model": "tiny", "prompt": "\ud800"}).encode()
+    answer = client.post(
+        "/v1/completions", content=body, headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 400
+    assert "surrogate" in answer.json()["error"]["message"]
+
+
 def test_a_stop_text_ends_an_answer(client):
     text = complete(client, max_tokens=24).json()["choices"][0]["text"]
+    assert complete(client, max_tokens=24, stop="").json()["choices"][0]["text"] == text
     stop = text[8:10]
     stopped = complete(client, max_tokens=24, stop=[stop]).json()["choices"][0]
     assert (stopped["text"], stopped["finish_reason"]) == (text[: text.index(stop)], "stop")

@@ -115,6 +115,8 @@ def test_variables_that_kubernetes_sets_for_a_service_are_left_alone(service):
 def test_a_variable_with_one_underscore_is_no_service_s():
     with pytest.raises(ConfigError, match="write KVRAY_EVENTS__PORT, or unset it"):
         load(environ={"KVRAY_EVENTS_PORT": "5557"})
+    with pytest.raises(ConfigError, match="a whole section; write KVRAY_ARENA__SETTING"):
+        load(environ={"KVRAY_ARENA": '{"capacity": "1GiB"}'})
 
 
 @pytest.mark.parametrize(

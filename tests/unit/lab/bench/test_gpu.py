@@ -1,6 +1,7 @@
 """`kvray bench gpu` on the host's memory with a tiny model: all of it but the calls to CUDA."""
 
 import itertools
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -85,6 +86,12 @@ def prompts(directory: Path) -> gpu.Tally:
     return tally
 
 
+def test_the_arena_of_the_machine_s_own_tier_is_left_alone(directory, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVRAY_ARENA__DIR", str(tmp_path / "none"))
+    assert not prompts(directory)[gpu.WRONG]
+    assert os.environ["KVRAY_ARENA__DIR"] == str(tmp_path / "none")
+
+
 def test_answers_after_blocks_that_are_wrong_are_counted(directory, monkeypatch):
     load = HostPool.load
     monkeypatch.setattr(
@@ -92,7 +99,9 @@ def test_answers_after_blocks_that_are_wrong_are_counted(directory, monkeypatch)
     )
     tally = prompts(directory)
     assert tally[gpu.WRONG] == 2
-    assert "2 answers were WRONG" in str(gpu._report(SCALE, CPU, [], tally).parts)
+    report = gpu._report(SCALE, CPU, [], tally)
+    assert report.has_failed
+    assert "2 answers were WRONG" in str(report.parts)
 
 
 def test_a_prompt_that_is_not_loaded_ends_the_run(directory, monkeypatch):

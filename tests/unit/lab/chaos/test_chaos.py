@@ -1,9 +1,12 @@
 """Faults and prompts of a run, which follow from a seed, and the verdict on it."""
 
 import math
+import signal
+import subprocess
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,7 +41,7 @@ from kvray.lab.chaos.load import (
     prompt_of,
 )
 from kvray.lab.chaos.schedule import KINDS, Fault, draw_settings, make_schedule
-from kvray.lab.chaos.servers import Served
+from kvray.lab.chaos.servers import Served, Server
 from tests.forks import assert_refused
 from tests.unit.lab.demo.test_demo import make_output
 
@@ -197,6 +200,22 @@ def test_settings_are_drawn_by_the_seed_and_can_be_used(tmp_path):
         load_config(path)
     for section, name in (("arena", "policy"), ("lookup", "partitions"), ("nvme", "admission")):
         assert len({settings[section][name] for settings in drawn}) > 1
+
+
+def test_an_engine_that_is_stopped_is_not_stopped_again():
+    server: Any = object.__new__(Server)
+    process = subprocess.Popen(["sleep", "60"])
+    server.replica, server.stops = SimpleNamespace(is_alive=True, pid=process.pid), []
+    server.in_flight = 1
+    try:
+        assert server.send(signal.SIGSTOP) == process.pid
+        assert server.send(signal.SIGSTOP) is None
+        server.resume(process.pid)
+        assert len(server.stops) == 1
+        assert server.stops[0][1] < math.inf
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_one_kind_alone_is_repeated():

@@ -2,10 +2,13 @@
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvray.config import load_config
+from kvray.console.interrupts import Interrupts
 from kvray.lab.demo.play import (
     LONG,
     LONG_BLOCKS,
@@ -14,6 +17,7 @@ from kvray.lab.demo.play import (
     TOKENS_PER_BLOCK,
     UNALIGNED,
     UNALIGNED_TOKENS,
+    _write_config,
     make_prompts,
     shareable_tokens,
 )
@@ -26,9 +30,17 @@ from kvray.lab.demo.report import (
     judge,
     source_of,
 )
+from kvray.lab.runner import running
 from kvray.reference import Output
 from kvray.reference.output import count_wrong
 from kvray.reference.tokenizer import ByteTokenizer
+
+
+def test_without_room_in_shared_memory_the_arena_is_on_disk_and_allowed_there(monkeypatch):
+    monkeypatch.setattr("kvray.lab.demo.play._SHM", Path("/nowhere"))
+    with running(Interrupts()) as runner:
+        arena = load_config(_write_config(runner, 2**26, model="tiny"), environ={}).arena
+        assert arena.mount == "any"
 
 
 def make_output(**fields: Any) -> Output:

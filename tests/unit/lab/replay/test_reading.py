@@ -131,6 +131,13 @@ def test_sessions_are_the_same_trace_in_a_directory_and_in_an_archive(tmp_path):
         archive.extractall(tmp_path / "unpacked", filter="data")
         with tarfile.open(tmp_path / "again.tar.gz", "w:gz") as again:
             again.add(tmp_path / "unpacked", "unpacked")
+            link = tarfile.TarInfo("unpacked/link.json")
+            link.type, link.linkname = tarfile.SYMTYPE, "../elsewhere"
+            again.addfile(link)
+    (tmp_path / "unpacked" / "._of_macos.json").write_bytes(b"\0")
+    for one in sorted((tmp_path / "unpacked").rglob("[!.]*.json"))[:1]:
+        one.with_suffix(".json.gz").write_bytes(gzip.compress(one.read_bytes()))
+        one.unlink()
     assert same(read_trace(tmp_path / "unpacked"), excerpt(SESSIONS))
     assert same(read_trace(tmp_path / "again.tar.gz"), excerpt(SESSIONS))
     assert read_trace(tmp_path / "again.tar.gz").name == "again"
