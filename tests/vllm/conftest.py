@@ -10,7 +10,10 @@ import pytest
 
 from kvray.lab.chaos.machine import Machine
 from tests.kit.ray.cluster import TwoNodes, open_tier
+from tests.ray.conftest import local
 from tests.vllm.witness import SETTINGS, Truth, Witness, log_shown, start, stop
+
+__all__ = ["local"]
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 

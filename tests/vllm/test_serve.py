@@ -11,10 +11,7 @@ from kvray.actors.tier.local_ray import LocalRay
 from kvray.reference.checkpoint import find_smollm2
 from tests.kit.ray.served import Served, open_served
 from tests.kit.same_answers import HI, LOOK, cases, told_by
-from tests.ray.conftest import local
 from tests.vllm.witness import ENVIRON, OPTIONS
-
-__all__ = ["local"]
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")

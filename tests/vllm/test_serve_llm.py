@@ -10,11 +10,8 @@ from kvray.actors.tier.local_ray import LocalRay
 from kvray.reference.checkpoint import find_smollm2
 from tests.kit.ray.command_line import free_port
 from tests.kit.ray.served import DEADLINE_S, Served, open_served
-from tests.ray.conftest import local
 from tests.vllm.witness import BLOCK, ENVIRON
 from tests.waiting import wait_for
-
-__all__ = ["local"]
 
 pytest.importorskip("openai")
 pytest.importorskip("pyarrow", reason="ray.serve.llm is not installed")
