@@ -122,6 +122,8 @@ class Leader:
         loads, saves, scheduled = list[LoadPlan](), list[SavePlan](), set[int]()
         self._follow_weights()
         self._measure(reports)
+        if shared.args.reuses_unwritten:
+            self._follow_prompts(reports)
         for report, is_new in reports:
             state = self.states.get(report.request_id)
             if is_new or state is None or not state.is_reported:
@@ -129,8 +131,6 @@ class Leader:
             if state is None:
                 continue
             self.states.move_to_end(report.request_id)  # `_drop_oldest` takes from the front
-            if shared.args.reuses_unwritten:
-                self._confirm(state, report.computed_position)
             if not is_new:
                 scheduled.add(report.request_id)  # a replayed request has lost its pages
             if state.promise is not None:
@@ -254,6 +254,21 @@ class Leader:
             self.finder.close()
             self._own_shared.close()
 
+    def _follow_prompts(self, reports: Sequence[tuple[Any, bool]]) -> None:
+        """Note how far prompts are computed; save nothing behind blocks that may not be written.
+
+        The engine has found those in its own prefix cache, where a prompt left them that is over.
+        """
+        new = []
+        for report, is_new in reports:
+            state = self.states.get(report.request_id)
+            if state is not None:
+                self._confirm(state, report.computed_position)
+                new += [state] if is_new else []
+        for state in new:
+            reused = state.keys[: state.counts.own]
+            state.is_unsaved |= not self._unsure.keys().isdisjoint(reused)
+
     def _confirm(self, state: RequestState, num_tokens: int) -> None:
         """Note that so many leading tokens of a request are computed.
 
@@ -264,7 +279,7 @@ class Leader:
         before, state.unsure_key = state.unsure_key, None if is_over else state.keys[first]
         if before is not None:
             self._unsure[before] -= 1
-            if not self._unsure[before]:
+            if self._unsure[before] <= 0:
                 del self._unsure[before]
         if state.unsure_key is not None:
             self._unsure[state.unsure_key] += 1
@@ -310,8 +325,6 @@ class Leader:
         keys = state.prompt_keys(asked.tokens)[:num_askable]
         first = asked.num_computed // state.tokens_per_block
         state.counts = PromptCounts(len(asked.tokens), len(keys), first)
-        if self._unsure and not self._unsure.keys().isdisjoint(keys[:first]):
-            state.is_unsaved = True  # the engine reuses blocks that nobody may have written
         # Even if nothing is looked up, it has keys: what it computes is saved.
         if asked.is_unread:
             found = Found(reason="skipped")

@@ -221,3 +221,18 @@ def test_what_follows_pages_that_a_cancelled_prompt_left_unwritten_is_not_saved(
     reader = make_engine(is_flat=True)
     assert reader.serve([*PROMPT, 1, 2, 3]).num_hit <= 3 * BLOCK
     assert reader.serve(other.get_tokens(0)).num_hit >= 32, "others are saved as ever"
+
+
+@on("v1_2", "v1_3rc")
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_a_prompt_that_goes_on_from_one_of_the_pass_before_is_saved(make_engine, is_overlapped):
+    engine = make_engine(is_flat=True, is_overlapped=is_overlapped)
+    longer = [*PROMPT, *range(600, 620)]
+    engine.submit(PROMPT, max_new=3)
+    engine.step()
+    engine.submit([*PROMPT, *range(700, 720)], max_new=3)
+    engine.step()
+    engine.submit(longer, max_new=3)
+    engine.run()
+    engine.close()
+    assert make_engine(is_flat=True).serve(longer).num_hit >= len(longer) - 2 * BLOCK
