@@ -125,8 +125,8 @@ class CheckpointConfig:
     """What stands for pictures and sounds in prompts; None also if the model takes none."""
 
 
-def find_checkpoint(model: str, revision: str | None, file: str = "config.json") -> str:
-    """Return where a checkpoint with `file` lies, named as on Hugging Face's hub; else `model`.
+def find_checkpoint(model: str, revision: str | None) -> str:
+    """Return where a checkpoint lies that is named as on Hugging Face's hub; else `model` itself.
 
     Engines fetch such a checkpoint into the hub's cache before they make a connector, and leave the
     name in their arguments. A name may mean another revision by now: what is found tells
@@ -138,7 +138,7 @@ def find_checkpoint(model: str, revision: str | None, file: str = "config.json")
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return model
-    found = try_to_load_from_cache(model, file, revision=revision)
+    found = try_to_load_from_cache(model, "config.json", revision=revision)
     return str(Path(found).parent) if isinstance(found, str) else model
 
 

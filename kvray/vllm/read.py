@@ -11,12 +11,13 @@ storage that its tensors share. Source: `vllm/v1/kv_cache_interface.py` of vLLM 
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvray.engine.cache_layout import CacheLayout, Group, LayerRange, Region
-from kvray.engine.engine_args import EngineArgs, field_of, find_checkpoint, number_of
+from kvray.engine.engine_args import EngineArgs, field_of, number_of
 from kvray.engine.model_name import Adapters, fingerprints_dir
 from kvray.engine.request import Identity, Prompt
 from kvray.errors import ConfigError
@@ -56,9 +57,11 @@ class RequestReader:
         lora: bytes | None = None
         if request.lora_request is not None:
             asked = request.lora_request
-            path = find_checkpoint(asked.lora_path, None, "adapter_config.json")
-            lora = self._adapters.fingerprint(asked.lora_int_id, path)
-            if lora is None or asked.load_inplace:
+            # A name on a hub may mean other weights by now than those that vLLM has loaded.
+            if asked.load_inplace or not Path(asked.lora_path).exists():
+                return None
+            lora = self._adapters.fingerprint(asked.lora_int_id, asked.lora_path)
+            if lora is None:
                 return None
         return Identity(salt=request.cache_salt, lora=lora, media=media)
 

@@ -239,13 +239,13 @@ def kill_actor(name: str) -> None:
 
 
 def await_end(name: str, ended: Any, timeout_s: float) -> bool:
-    """Wait until a killed actor has its name no more; the supervisor may have given it to another.
+    """Wait until a killed actor, whose handle is `ended`, has its name no more.
 
-    `ended` is its handle; None: it had none.
+    The supervisor may have given it to another one.
     """
     deadline = time.monotonic() + timeout_s
     with contextlib.suppress(KVRayError):
-        while name in list_actors() and (ended is None or get_actor(name) == ended):
+        while name in list_actors() and get_actor(name) == ended:
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)

@@ -107,6 +107,8 @@ def test_adapters_differ_by_their_bytes_and_ones_loaded_in_place_bypass(
     assert loras[0] != loras[1]
     asked.load_inplace = True
     assert reader.read(request(lora_request=asked), 7, 0) is None
+    named = SimpleNamespace(lora_int_id=3, lora_path="someone/adapter", load_inplace=False)
+    assert reader.read(request(lora_request=named), 7, 0) is None
 
 
 # Each layer's bytes of a block are found where the configuration says.
