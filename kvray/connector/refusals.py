@@ -140,7 +140,10 @@ def _speculation(llm_args: Any, cache: Any) -> Reasons:
 
 
 def _sleep(llm_args: Any) -> Reasons:
-    """Source: `release_with_tag`, which the engine calls when no request runs, as saves may."""
+    """Yield what is said of engines that give their memory back while no request runs.
+
+    Source: `release_with_tag`, which does not wait for saves.
+    """
     yield (
         field_of(llm_args, "sleep_config") is not None,
         "An engine that sleeps gives its KV pool back while blocks are still saved from it; unset"

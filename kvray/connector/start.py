@@ -259,7 +259,10 @@ def _is_sparse(llm_args: Any, checkpoint: CheckpointConfig) -> bool:
 
 
 def _reuses_unwritten() -> bool:
-    """Source: `storeBlocksForReuse` of the first cache manager, until 1.3.0rc11."""
+    """Return whether this version reuses blocks of prompts that ended on their way.
+
+    Source: `storeBlocksForReuse` of the first cache manager, until 1.3.0rc11.
+    """
     tensorrt_llm = sys.modules.get("tensorrt_llm")
     version = getattr(tensorrt_llm, "__version__", None)
     found = re.match(r"(\d+)\.(\d+)\.(\d+)(?:rc(\d+))?", str(version))

@@ -31,7 +31,8 @@ _log = logging.getLogger("kvray.connector")
 _STATES_MAX = 8192
 """Requests remembered at once. Cancelled ones end without a call; those unseen for longest go."""
 _LOST_MAX = 65_536
-"""Requests remembered whose promise was given up; those of longest ago are forgotten."""
+"""Requests remembered whose promise was given up, and as many prompts that may have left blocks
+unwritten; those of longest ago are forgotten."""
 
 
 class Answer(NamedTuple):

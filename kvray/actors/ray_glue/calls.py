@@ -232,10 +232,16 @@ def _named_actors() -> Iterator[tuple[str, str]]:
             yield actor["name"], actor["namespace"]
 
 
-def kill_actor(name: str) -> None:
-    """End the actor of that name for good, if there is one; Ray forgets the name a moment later."""
+def kill_actor(name: str) -> Any:
+    """End the actor of that name for good; return its handle, None if there is none.
+
+    Ray forgets the name a moment later.
+    """
+    actor = None
     with contextlib.suppress(KVRayError), mapped_errors():
-        ray.kill(get_actor(name))
+        actor = get_actor(name)
+        ray.kill(actor)
+    return actor
 
 
 def await_end(name: str, ended: Any, timeout_s: float) -> bool:

@@ -177,11 +177,7 @@ def _end(name: str, observer: Observer, *stop: bool, timeout_s: float = _STOP_S)
     """End a part for good; in order, if it can."""
     # The lookup has no such method: it owns nothing that it would have to bring in order.
     calls.ask([name], "stop", timeout_s, *stop, meanwhile=partial(observer.report, []))
-    ended = None
-    with contextlib.suppress(ShardUnavailable):
-        ended = calls.get_actor(name)
-    calls.kill_actor(name)
-    if not calls.await_end(name, ended, _FORGET_S):
+    if not calls.await_end(name, calls.kill_actor(name), _FORGET_S):
         raise ShardUnavailable(
             f"Ray still lists {name} {_FORGET_S:.0f} s after its end; run the command again."
         )

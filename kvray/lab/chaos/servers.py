@@ -88,7 +88,7 @@ class Server:
         """
         replica = self.replica
         is_stopped = bool(self.stops) and self.stops[-1][1] == float("inf")
-        if not self.in_flight or not replica.is_alive or is_stopped:
+        if not self.in_flight or not replica.is_alive or (is_stopped and signum == signal.SIGSTOP):
             return None
         if signum == signal.SIGKILL:
             self._killed_pid = replica.pid

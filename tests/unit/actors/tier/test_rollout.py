@@ -7,6 +7,7 @@ import pytest
 
 from kvray.actors.build_info import BuildInfo, settings_of
 from kvray.actors.names import LOOKUP_NAME, MOVER_PREFIX, SHARD_PREFIX, SUPERVISOR_NAME
+from kvray.actors.ray_glue import calls
 from kvray.actors.tier import rollout
 from kvray.actors.tier import tier as tier_module
 from kvray.actors.tier.changes import EFFECTS, Effect, Plan, check_costs, effect_of, plan
@@ -198,3 +199,13 @@ def test_a_lookup_of_a_version_with_a_setting_that_is_no_more_is_planned_for():
     old = made(settings={"shard.silent_s": 9.0, "lookup.gone": 1})
     (step,) = plan({LOOKUP_NAME: old}, DEFAULTS).steps
     assert [reason.split()[0] for reason in step.reasons] == ["shard.silent_s"]
+
+
+def test_a_part_that_the_supervisor_restarts_at_once_has_ended(monkeypatch):
+    now = ["old", "old", "new"]
+    monkeypatch.setattr(calls, "list_actors", lambda: [SHARD])
+    monkeypatch.setattr(calls, "get_actor", lambda _: now.pop(0) if len(now) > 1 else now[0])
+    assert calls.await_end(SHARD, "old", 10.0)
+    assert not calls.await_end(SHARD, "new", 0.0), "it is still there"
+    monkeypatch.setattr(calls, "list_actors", list)
+    assert calls.await_end(SHARD, "new", 0.0)
