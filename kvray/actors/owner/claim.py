@@ -86,6 +86,8 @@ class Claim:
             raise ShardUnavailable(owner.keeps(self._directory))
         if waited > _GRACE_S and not self._has_ended_one:
             self._has_ended_one = _end_earlier_self(file, self._name_byte, self._shard)
+            if self._has_ended_one:  # which takes a while to let go of a large arena
+                self._began = time.monotonic()
         return False
 
     def renew(self) -> bool:

@@ -16,7 +16,7 @@ from kvray.actors.owner import claim
 from kvray.actors.owner.claim import Claim, Owner, owner_of
 from kvray.actors.owner.inventory import find_arenas, look_at
 from kvray.actors.owner.ownership import NOTE_FILE, sweep
-from kvray.errors import ConfigError
+from kvray.errors import ConfigError, ShardUnavailable
 from kvray.node.stage_calls import ShardSocket
 from kvray.store.arena.layout import LIMBO
 from kvray.store.machine.side_file import OWNER_BYTE
@@ -61,12 +61,27 @@ def test_an_earlier_self_is_ended_and_its_arena_adopted(
     )
 
 
-def test_slots_that_an_ended_self_had_reserved_wait_in_limbo(older, make_shard, attach, hasty):
+def test_slots_that_an_ended_self_had_reserved_wait_in_limbo(
+    older, make_shard, attach, monkeypatch
+):
+    monkeypatch.setattr(claim, "_GRACE_S", 0.1)
     older.process.send_signal(signal.SIGSTOP)
     make_shard(limbo_s=1.0)
     state = attach().tables.slot_state
     wait_for(lambda: (state == LIMBO).sum() == 2, "burying")
     wait_for(lambda: not (state == LIMBO).any(), "the end of limbo")
+
+
+def test_an_earlier_self_that_was_ended_is_given_time_to_let_go(older, directory, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(claim.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(claim, "_end_earlier_self", lambda *_: True)  # and it still has its locks
+    newcomer = Claim(directory, "a")
+    for now[0] in (19.0, 38.0):
+        assert not newcomer.attempt()
+    now[0] = 40.0
+    with pytest.raises(ShardUnavailable, match="owns"):
+        newcomer.attempt()
 
 
 def test_an_earlier_self_that_is_ending_is_given_time(older, start_shard):
