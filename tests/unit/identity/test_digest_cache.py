@@ -247,7 +247,9 @@ def write_snapshot(cache: Path, revision: str, checkpoint: Path) -> Path:
 
 @pytest.fixture
 def snapshot(checkpoint: Path, tmp_path: Path) -> Path:
-    return write_snapshot(tmp_path / "hub", "abc", checkpoint)
+    made = write_snapshot(tmp_path / "hub", "abc", checkpoint)
+    time.sleep(fingerprint._TICK_NS / 1e9)  # a change from here on has a later time than the links
+    return made
 
 
 def test_blobs_named_by_digest_stay_unread(snapshot, tmp_path, monkeypatch):
@@ -270,14 +272,12 @@ def test_blobs_edited_in_place_are_read(snapshot, tmp_path, keeps_times):
 
 
 def test_edited_blobs_are_read_in_later_revisions(checkpoint, snapshot, tmp_path):
-    of(snapshot)  # waits until a change shows
     change_byte(snapshot / "model.safetensors", 1000)
-    time.sleep(0.02)
+    time.sleep(fingerprint._TICK_NS / 1e9)
     assert of(write_snapshot(tmp_path / "hub", "def", checkpoint)) == of(snapshot) != GOLDEN
 
 
 def test_an_edited_blob_is_read_in_a_copy_of_the_cache(snapshot, tmp_path):
-    of(snapshot)
     (snapshot / "model.safetensors").write_bytes(b"other")
     for name in ("blobs", "snapshots"):  # links later than the files, as after a download
         shutil.copytree(tmp_path / "hub" / name, tmp_path / "copy" / name, symlinks=True)
