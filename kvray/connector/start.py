@@ -261,13 +261,14 @@ def _is_sparse(llm_args: Any, checkpoint: CheckpointConfig) -> bool:
 def _reuses_unwritten() -> bool:
     """Return whether this version reuses blocks of prompts that ended on their way.
 
-    Source: `storeBlocksForReuse` of the first cache manager, until 1.3.0rc11.
+    Source: `WindowBlockManager::releaseBlocks` of the first cache manager. Its mend is #12673, of
+    April 2026; the first release candidate that has it for sure is taken.
     """
     tensorrt_llm = sys.modules.get("tensorrt_llm")
     version = getattr(tensorrt_llm, "__version__", None)
     found = re.match(r"(\d+)\.(\d+)\.(\d+)(?:rc(\d+))?", str(version))
     numbers = [99 if one is None else int(one) for one in found.groups()] if found else [99]
-    return numbers < [1, 3, 0, 11]
+    return numbers < [1, 3, 0, 14]
 
 
 def _engine_version() -> str:

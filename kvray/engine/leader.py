@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kvray.engine.meta import ConnectorMeta, Honoured, LoadPlan, PageIds, Promise, SavePlan
 from kvray.engine.prefix_finder import AskAgain, Found, PrefixFinder
-from kvray.engine.request import Prompt, RequestState, read_priorities
+from kvray.engine.request import Prompt, RequestState, UnwrittenTokens, read_priorities
 from kvray.engine.shared_state import SharedState, registered_state
 from kvray.errors import LeaseExpired
 from kvray.identity.block import BlockKey
@@ -31,8 +31,7 @@ _log = logging.getLogger("kvray.connector")
 _STATES_MAX = 8192
 """Requests remembered at once. Cancelled ones end without a call; those unseen for longest go."""
 _LOST_MAX = 65_536
-"""Requests remembered whose promise was given up, and as many prompts that may have left blocks
-unwritten; those of longest ago are forgotten."""
+"""Requests remembered whose promise was given up; those of longest ago are forgotten."""
 
 
 class Answer(NamedTuple):
@@ -57,8 +56,7 @@ class Leader:
         self.states: OrderedDict[int, RequestState] = OrderedDict()
         self.promises = Promises()
         self.finder = PrefixFinder()
-        self._unsure = Counter[BlockKey]()
-        """Of how many prompts it was the first block whose computing nobody confirmed."""
+        self._unwritten = UnwrittenTokens(shared.args.tokens_per_block)
         self._unfenced: set[int] = set()
         """Requests whose pages may still be read, and that were in every pass since."""
         self._counts_later = counts_later
@@ -124,7 +122,8 @@ class Leader:
         self._follow_weights()
         self._measure(reports)
         if shared.args.reuses_unwritten:
-            self._follow_prompts(reports)
+            with shared.boundary.around("what is computed of prompts"):
+                self._follow_prompts(reports)
         for report, is_new in reports:
             state = self.states.get(report.request_id)
             if is_new or state is None or not state.is_reported:
@@ -175,8 +174,7 @@ class Leader:
 
         `is_computed`: its whole prompt was.
         """
-        if is_computed and (state := self.states.get(request_id)) is not None:
-            self._confirm(state, state.prompt_len)
+        self._unwritten.end(request_id, is_computed=is_computed)
         self.reset(request_id)
         self.finder.forget(request_id)
 
@@ -256,36 +254,24 @@ class Leader:
             self._own_shared.close()
 
     def _follow_prompts(self, reports: Sequence[tuple[Any, bool]]) -> None:
-        """Note how far prompts are computed; save nothing behind blocks that may not be written.
+        """Note how far prompts are computed; save nothing behind tokens that may not be written.
 
         The engine has found those in its own prefix cache, where a prompt left them that is over.
+        Requests that have no keys leave them as well.
         """
-        new = []
+        begun = list[tuple[Any, Sequence[int], RequestState | None]]()
         for report, is_new in reports:
             state = self.states.get(report.request_id)
-            if state is not None:
-                self._confirm(state, report.computed_position)
-                new += [state] if is_new else []
-        for state in new:
-            reused = state.keys[: state.counts.own]
-            state.is_unsaved |= not self._unsure.keys().isdisjoint(reused)
-
-    def _confirm(self, state: RequestState, num_tokens: int) -> None:
-        """Note that so many leading tokens of a request are computed.
-
-        The block behind them stays noted if the request ends without a word.
-        """
-        first = num_tokens // state.tokens_per_block
-        is_over = num_tokens >= state.prompt_len or first >= len(state.keys)
-        before, state.unsure_key = state.unsure_key, None if is_over else state.keys[first]
-        if before is not None:
-            self._unsure[before] -= 1
-            if self._unsure[before] <= 0:
-                del self._unsure[before]
-        if state.unsure_key is not None:
-            self._unsure[state.unsure_key] += 1
-            if len(self._unsure) > _LOST_MAX:
-                del self._unsure[next(iter(self._unsure))]
+            if is_new:
+                begun.append((report, report.new_tokens, state))
+            elif state is not None and state.prompt is not None:  # another life of its id
+                begun.append((report, state.prompt, state))
+            else:
+                self._unwritten.confirm(report.request_id, report.computed_position)
+        for report, tokens, state in begun:
+            position = report.computed_position
+            if self._unwritten.begin(report.request_id, tokens, position) and state is not None:
+                state.is_unsaved = True
 
     def _follow_weights(self) -> None:
         """Store nothing more of requests that were asked about before the weights changed.
@@ -371,7 +357,6 @@ class Leader:
             tenant_id=identity.tenant_id,
             block_tokens=shared.figures.log.block_tokens if is_plain else None,
             windowed=shared.identity.windowed,
-            prompt_len=asked.prompt_len,
             savable_blocks=asked.prompt_len // size if shared.args.drafts_tokens else None,
         )
         self.states[asked.request_id] = state

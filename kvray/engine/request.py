@@ -4,6 +4,7 @@
 report is what one pass has that is new about a request. It may have retention priorities, 0 to 100.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,8 +13,8 @@ import numpy as np
 
 from kvray.engine.meta import Promise
 from kvray.errors import LayoutMismatch
-from kvray.identity.block import BlockKey
-from kvray.identity.keys import MediaItem, chain_packed, pack
+from kvray.identity.block import KEY_BYTES, BlockKey
+from kvray.identity.keys import MediaItem, chain_keys, chain_packed, pack
 from kvray.node import BlockTokens, PromptCounts
 from kvray.store.arena.layout import DEFAULT_PRIORITY, PRIORITY_MAX
 from kvray.trace.arrival import Arrivals
@@ -86,9 +87,6 @@ class RequestState:
     windowed: tuple[bool, ...] = (False,)
     """For each layer group, whether its blocks may have no page."""
     counts: PromptCounts = field(default_factory=PromptCounts)
-    prompt_len: int = 0
-    unsure_key: BlockKey | None = None
-    """Of its first block that the pass under way may not have computed yet."""
     num_tokens: int = 0
     keys: list[BlockKey] = field(default_factory=list)
     pages: tuple[list[int], ...] = ()
@@ -112,13 +110,13 @@ class RequestState:
     """Leading blocks whose pages stay as they were reported, which alone are saved; None: all."""
     is_unsaved: bool = False
     """Nothing more of it is saved: its pages depend on more than its keys."""
-    _prompt: list[int] | None = None
+    prompt: list[int] | None = None
     """The tokens that `prompt_keys` got, until the first report."""
     _tail: list[int] = field(default_factory=list)  # the tokens that no key covers yet
 
     def prompt_keys(self, tokens: list[int]) -> list[BlockKey]:
         """Return the keys of all full blocks of the prompt, and remember them; owns `tokens`."""
-        self._prompt = tokens
+        self.prompt = tokens
         self.num_tokens = len(tokens)
         self.keys, self._tail = [], tokens
         self._extend_keys()
@@ -145,7 +143,7 @@ class RequestState:
         if self.is_later_life and not self.is_reported:
             known = self.allocated if len(self.allocated) == len(self.windowed) else ()
             self.pages = tuple(list(group) for group in known or ((),) * len(self.windowed))
-            self._prompt = None
+            self.prompt = None
         self.is_reported = True
         if self.is_later_life:
             return
@@ -155,10 +153,10 @@ class RequestState:
             self.priorities += unnamed + priorities[: len(pages[0])]
         if new:
             # Mostly what the query was given; a replay may have grown.
-            if tokens != self._prompt:
+            if tokens != self.prompt:
                 self.prompt_keys(list(tokens))
             self.pages = tuple(list(group) for group in pages)
-            self._prompt = None
+            self.prompt = None
             if max(self.priorities[: self.num_found], default=0) > DEFAULT_PRIORITY:
                 self.num_saved = 0  # what is in the tier is to be kept longer from now on
             return
@@ -242,6 +240,83 @@ class RequestState:
         if self.block_tokens is not None:
             self.block_tokens.note(self.keys, first, packed)
         self._tail = self._tail[len(self.keys) * self.tokens_per_block - start :]
+
+
+_ROOT = BlockKey(bytes(KEY_BYTES))
+_UNWRITTEN_MAX = 65_536
+"""Prompts followed, and places of notes; those of longest ago are forgotten."""
+
+
+@dataclass(slots=True)
+class _OpenPrompt:
+    """A prompt that is not known to be computed to its end."""
+
+    tokens: Sequence[int]
+    keys: list[BlockKey]
+    """Of the blocks before each block."""
+    note: tuple[bytes, tuple[int, ...]] | None = None
+
+
+class UnwrittenTokens:
+    """Where prompts may have left tokens in an engine's own prefix cache that nobody computed.
+
+    Of each prompt that is under way the first token is noted that is not known to be computed. One
+    that ends without a word leaves its note. A request that reuses such a token computes on bytes
+    of anything. Tokens alone decide, so a request needs no keys of ours; where the engine's cache
+    tells salts or adapters apart, too, less is saved than could be.
+    """
+
+    def __init__(self, tokens_per_block: int) -> None:
+        self._size = tokens_per_block
+        self._open: dict[int, _OpenPrompt] = {}
+        self._notes: dict[bytes, Counter[tuple[int, ...]]] = {}
+        """Key of the blocks before a noted token -> the tokens from there on, it being the last."""
+
+    def begin(self, request_id: int, tokens: Sequence[int], num_computed: int) -> bool:
+        """Follow a prompt, `num_computed` tokens of which the engine has; may one be unwritten?"""
+        size, keys = self._size, [_ROOT]
+        keys += chain_keys(tokens, tokens_per_block=size, seed=_ROOT)
+        is_unsure = any(
+            start + len(noted) <= num_computed
+            and noted == tuple(tokens[start : start + len(noted)])
+            for start, key in zip(range(0, num_computed, size), keys, strict=False)
+            for noted in self._notes.get(key, ())
+        )
+        # What another life of this id has noted stays: its pages may be those that are reused now.
+        self._open[request_id] = _OpenPrompt(tokens, keys)
+        self.confirm(request_id, num_computed)
+        while len(self._open) > _UNWRITTEN_MAX:
+            del self._open[next(iter(self._open))]
+        while len(self._notes) > _UNWRITTEN_MAX:
+            del self._notes[next(iter(self._notes))]
+        return is_unsure
+
+    def confirm(self, request_id: int, num_computed: int) -> None:
+        """Note that so many leading tokens of a prompt are computed; nothing if it is over."""
+        if (prompt := self._open.get(request_id)) is None:
+            return
+        if prompt.note is not None:
+            key, noted = prompt.note
+            left = self._notes.get(key, Counter())
+            left[noted] -= 1
+            self._notes[key] = left = +left
+            if not left:
+                del self._notes[key]
+        if num_computed >= len(prompt.tokens):
+            del self._open[request_id]
+            return
+        num_computed = max(0, num_computed)
+        block = num_computed // self._size
+        key = prompt.keys[block]
+        noted = tuple(prompt.tokens[block * self._size : num_computed + 1])
+        self._notes.setdefault(key, Counter())[noted] += 1
+        prompt.note = key, noted
+
+    def end(self, request_id: int, *, is_computed: bool) -> None:
+        """A request has ended; its note stays, unless the whole prompt is computed."""
+        if is_computed and request_id in self._open:
+            self.confirm(request_id, len(self._open[request_id].tokens))
+        self._open.pop(request_id, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,6 +148,14 @@ def _reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
         "Without prefix caching and with --mm-processor-cache-gb 0 vLLM does not tell one picture"
         " from another; leave one of them on.",
     )
+    # `Scheduler.schedule` takes back a request of the same pass, whose blocks `allocate_slots` has
+    # let others find by then: vllm-project/vllm pull request 43569.
+    policy = field_of(field_of(vllm_config, "scheduler_config"), "policy")
+    yield (
+        policy == "priority" and bool(field_of(cache, "enable_prefix_caching")),
+        "With --scheduling-policy priority vLLM's prefix cache may have blocks that nobody"
+        " computed; leave it, or add --no-enable-prefix-caching.",
+    )
     role = field_of(vllm_config.kv_transfer_config, "kv_role")
     yield role != "kv_both", f"kv_role is {role!r}; kvray loads and saves, so set it to kv_both."
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvray.engine.engine_args import MediaTokens
 from kvray.node import NodeLink
 from kvray.store import Arena
 from tests.trtllm.cache import NO_PAGE, Cache
@@ -191,36 +192,104 @@ def test_pages_of_a_finished_request_are_overwritten_once_they_are_saved(
     make_engine(is_flat=True).serve(PROMPT)
 
 
-@on("v1_2", "v1_3rc")
-def test_what_follows_pages_that_a_cancelled_prompt_left_unwritten_is_not_saved(
-    make_engine, monkeypatch
-):
-    """Source: `WindowBlockManager::releaseBlocks`, before 1.3.0rc11."""
+@pytest.fixture
+def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that end on their way leave all of their blocks to others.
+
+    Source: `WindowBlockManager::releaseBlocks`, before #12673; the last block in part, too.
+    """
 
     def free_as_if_computed(self: Cache, request: LlmRequest) -> None:
         held = self._held.pop(request, None)
         if held is None:
             return
-        computed = len(request.get_tokens(0)) - 1
-        digests = [request.digest(at) for at in range(computed // BLOCK * BLOCK)]
+        digests = [request.digest(at) for at in range(len(request.get_tokens(0)) - 1)]
+        if not self._is_partial:
+            del digests[len(digests) // BLOCK * BLOCK :]
         for group, pages in enumerate(held):
-            self._pools[group].remember(digests, pages, namespace=None, keep_tail=False)
+            self._pools[group].remember(digests, pages, namespace=None, keep_tail=self._is_partial)
             self._release(group, pages)
 
     monkeypatch.setattr(Cache, "free_resources", free_as_if_computed)
-    engine = make_engine(is_flat=True, chunk=3 * BLOCK)
-    victim = engine.submit(PROMPT, max_new=4)
+
+
+def cancel(engine: Any, prompt: list[int]) -> None:
+    """Have a prompt end silently after the pass of its first chunk."""
+    victim = engine.submit(prompt, max_new=4)
     engine.step()
     assert victim.is_in_context
     engine.kill(victim)
-    engine.serve(PROMPT, max_new=4)
+
+
+def serve_wrong(engine: Any, prompt: list[int]) -> None:
+    """Serve a prompt on pages that nobody wrote, as the engine does without kvray, too."""
+    engine.serve(prompt, max_new=4)
     assert engine.model.corrupt_rows, "TensorRT-LLM's own fault"
     engine.model.corrupt_rows = 0
+
+
+@on("v1_2", "v1_3rc")
+@pytest.mark.parametrize("named", ["before", "later", "with its weights"])
+def test_what_follows_pages_that_a_cancelled_prompt_left_unwritten_is_not_saved(
+    make_engine, unwritten, named
+):
+    engine = make_engine(is_flat=True, chunk=3 * BLOCK)
+    shared = engine.scheduler._leader.shared
+    name = shared.model_name.name
+    if named == "later":
+        shared.model_name.name = ""
+    elif named == "with its weights":
+        shared.name_weights(None)
+    cancel(engine, PROMPT)
+    shared.model_name.name = name
+    if named == "with its weights":
+        shared.name_weights("v1")
+    serve_wrong(engine, PROMPT)
     other = engine.serve(list(range(500, 540)), max_new=4)
     engine.close()
     reader = make_engine(is_flat=True)
+    if named == "with its weights":
+        reader.scheduler._leader.shared.name_weights("v1")
     assert reader.serve([*PROMPT, 1, 2, 3]).num_hit <= 3 * BLOCK
     assert reader.serve(other.get_tokens(0)).num_hit >= 32, "others are saved as ever"
+
+
+@on("v1_2", "v1_3rc")
+def test_what_follows_the_text_of_a_cancelled_prompt_with_media_is_not_saved(
+    make_engine, unwritten
+):
+    engine = make_engine(is_flat=True, chunk=3 * BLOCK)
+    engine.scheduler._reader._media_tokens = MediaTokens(ids=frozenset({905}), vocab_size=997)
+    cancel(engine, [*PROMPT, *[905] * 8, 3])  # it has no digest: it bypasses the tier
+    serve_wrong(engine, [*PROMPT, 1, 2])
+    engine.close()
+    make_engine(is_flat=True).serve([*PROMPT, 1, 2, 3])
+
+
+@on("v1_2", "v1_3rc")
+def test_a_block_begun_by_unwritten_tokens_of_a_cancelled_prompt_is_not_saved(
+    make_engine, unwritten
+):
+    partial: dict[str, Any] = {"is_flat": True, "cache": {"enable_partial_reuse": True}}
+    engine = make_engine(chunk=3 * BLOCK, **partial)
+    cancel(engine, [*PROMPT[: 3 * BLOCK + 2], 1])
+    serve_wrong(engine, [*PROMPT[: 3 * BLOCK + 2], *range(600, 620)])
+    engine.close()
+    make_engine(**partial).serve([*PROMPT[: 3 * BLOCK + 2], *range(600, 630)])
+
+
+@on("v1_2", "v1_3rc")
+def test_what_shares_no_unwritten_token_with_a_cancelled_prompt_is_saved(make_engine, unwritten):
+    partial: dict[str, Any] = {"is_flat": True, "cache": {"enable_partial_reuse": True}}
+    engine = make_engine(chunk=3 * BLOCK, **partial)
+    system = PROMPT[: 3 * BLOCK + 2]
+    engine.serve([*system, *range(700, 720)], max_new=4)
+    cancel(engine, [*system, *range(800, 820)])
+    longer = [*system, *range(600, 620)]
+    engine.serve(longer, max_new=4)
+    engine.close()
+    reader = make_engine(**partial)
+    assert reader.serve([*longer, 1, 2]).num_hit >= len(longer) - BLOCK
 
 
 @on("v1_2", "v1_3rc")

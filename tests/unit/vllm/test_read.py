@@ -234,6 +234,7 @@ def config(
         "parallel_config": SimpleNamespace(tensor_parallel_size=2, nnodes=1, **(parallel or {})),
         "cache_config": SimpleNamespace(**{"cache_dtype": "auto", **(cache or {})}),
         "model_config": SimpleNamespace(hf_overrides={}, multimodal_config=None),
+        "scheduler_config": SimpleNamespace(policy="fcfs"),
         "speculative_config": None,
         "kv_transfer_config": SimpleNamespace(kv_role="kv_both"),
     }
@@ -243,6 +244,8 @@ def config(
 def test_what_is_served_starts():
     refuse_unsupported(config())
     refuse_unsupported(config(cache={"cache_dtype": "fp8"}))
+    by_priority = SimpleNamespace(policy="priority")
+    refuse_unsupported(config(scheduler_config=by_priority, cache={"enable_prefix_caching": False}))
 
 
 @pytest.mark.parametrize(
@@ -262,6 +265,13 @@ def test_what_is_served_starts():
                 )
             },
             "one picture from another",
+        ),
+        (
+            {
+                "scheduler_config": SimpleNamespace(policy="priority"),
+                "cache": {"enable_prefix_caching": True},
+            },
+            "nobody computed",
         ),
         ({"kv_transfer_config": SimpleNamespace(kv_role="kv_producer")}, "set it to kv_both"),
     ],
