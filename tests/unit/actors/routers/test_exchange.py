@@ -106,9 +106,12 @@ async def test_a_request_that_went_elsewhere_counts_there():
     (one,) = routers(actor, 1)
     choice = await send(one, "r0")
     second = choice.ranked[1].cost
-    one.done("r0", 0.0)
+    one.withdraw("r0", 0.0)
     one.routed("r0", second, survey("r0"), now=0.0, is_told=True)
     assert [*actor.inside._requests.values()] == [(one._router, second.replica)]
+    for loads in (one.own, actor.inside._loads):
+        busy = {name for name, load in loads._loads.items() if load.utilization(0.0)}
+        assert busy == {second.replica}
 
 
 @pytest.mark.parametrize("fault", ["is_dead", "is_late"])
