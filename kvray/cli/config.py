@@ -121,8 +121,16 @@ def connector_config(
 
 
 def render(config: Path | None) -> str:
-    """Return the YAML for a replica that reads `config`, or what KVRAY_CONFIG names if None."""
+    """Return the YAML for a replica that reads `config`, or what KVRAY_CONFIG names if None.
+
+    ConfigError: the path is not UTF-8, which YAML must be.
+    """
     where = "" if config is None else f"@{config.absolute()}"
+    if where.encode(errors="ignore").decode() != where:
+        raise ConfigError(
+            f"{where[1:]!r} cannot be written into YAML; move the file to a path of UTF-8 text,"
+            " or name it in the engine's KVRAY_CONFIG."
+        )
     return _TEMPLATE.format(
         scheduler=json.dumps(f"KvRayScheduler{where}", ensure_ascii=False),  # a YAML string too
         worker=json.dumps(f"KvRayWorker{where}", ensure_ascii=False),

@@ -50,8 +50,8 @@ def refuse_flat_pool(args: EngineArgs, shape: Sequence[int]) -> None:
 
     `shape` is [num_blocks, num_layers, kv_factor, block_elems]. The first cache manager hands over
     the pool of one window and one number of heads, without a word if there are others; what is not
-    in it would be neither saved nor loaded. FlashMLA makes blocks of 64 tokens whatever
-    kv_cache_config says (1.2).
+    in it would be neither saved nor loaded. FlashMLA, which is for latent vectors of 576 elements,
+    makes blocks of 64 tokens whatever kv_cache_config says (`create_py_executor`, 1.2 and 1.3).
     """
     if len(shape) != 4 or shape[2] not in (1, 2):
         raise ConfigError(
@@ -60,6 +60,8 @@ def refuse_flat_pool(args: EngineArgs, shape: Sequence[int]) -> None:
         )
     _, num_layers, kv_factor, block_elems = shape
     expected, latent = args.checkpoint.num_layers, args.checkpoint.latent_elems
+    if args.checkpoint.is_mla is None:  # it cannot be read
+        latent = 576
     if len(args.windows) > 1 or args.is_sparse:
         raise ConfigError(
             "One pool is not all of a KV cache with several windows or an index; set"

@@ -16,6 +16,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from xxhash import xxh3_64_intdigest
@@ -303,7 +304,7 @@ def block_hash(parent_hash: int | None, tokens: Sequence[int], *, salt: Hashable
 Tokens = tuple[int, ...]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Node:
     """A block with reusable content; its parent holds the tokens before it."""
 
@@ -343,7 +344,8 @@ class BlockPool:
         self._blank: deque[int] = deque(range(num_blocks))
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._nodes: dict[int, _Node] = {}
-        self._roots: dict[Hashable, _Node] = {}
+        self._roots: WeakValueDictionary[Hashable, _Node] = WeakValueDictionary()
+        """The root of each namespace; the blocks below keep it."""
 
     @property
     def num_free(self) -> int:

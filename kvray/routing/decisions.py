@@ -107,6 +107,9 @@ class Loads(Protocol):
     def done(self, request: str, now: float) -> None:
         """Note a request's end; twice is fine."""
 
+    def withdraw(self, request: str, now: float) -> None:
+        """Note that a request did not go where `routed` said; twice is fine."""
+
 
 class Decisions:
     """What was decided for each request that is under way, and what came of it.
@@ -160,11 +163,11 @@ class Decisions:
         decision.replica = replica
         ranked = decision.choice.ranked if decision.choice else ()
         decision.sent_to = next((one for one in ranked if one.cost.replica == replica), None)
-        if decision.sent_to and decision.survey and decision.sent_to is not ranked[0]:
-            self._loads.done(request, now)
-            self._loads.routed(
-                request, decision.sent_to.cost, decision.survey, now=now, is_told=decision.is_told
-            )
+        if ranked and decision.sent_to is not ranked[0]:
+            self._loads.withdraw(request, now)
+            if decision.sent_to and decision.survey:
+                cost, is_told = decision.sent_to.cost, decision.is_told
+                self._loads.routed(request, cost, decision.survey, now=now, is_told=is_told)
         self._outcomes.sent(_reason(decision))
 
     def first_token(self, request: str, *, now: float) -> None:
@@ -180,8 +183,9 @@ class Decisions:
 
     def over(self, request: str, *, now: float) -> None:
         """Note that a request has ended, or was given up. Twice is fine."""
-        if self._under_way.pop(request, None) is not None:
-            self._loads.done(request, now)
+        decision = self._under_way.pop(request, None)
+        if decision is not None:
+            (self._loads.done if decision.replica else self._loads.withdraw)(request, now)
 
 
 def _reason(decision: _Decision) -> Reason:

@@ -33,7 +33,8 @@ class Load:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[Hashable, float] = {}
+        self._waiting: dict[Hashable, tuple[float, float]] = {}
+        """Request -> its work, and when it was routed."""
         self._waiting_s = 0.0
         self._began_at = 0.0
         """When the oldest of `_waiting` began to run."""
@@ -48,7 +49,7 @@ class Load:
         """Return how long a request that comes now waits for the others."""
         if not self._waiting:
             return 0.0
-        oldest_s, ran_s = next(iter(self._waiting.values())), now - self._began_at
+        oldest_s, ran_s = next(iter(self._waiting.values()))[0], now - self._began_at
         left_s = min(oldest_s, max(oldest_s - ran_s, _LATE * ran_s))
         return max(0.0, self._waiting_s - oldest_s + left_s)
 
@@ -60,7 +61,7 @@ class Load:
         """Note a request that goes to this replica."""
         if not self._waiting:
             self._began_at = now
-        self._waiting[request] = work_s
+        self._waiting[request] = work_s, now
         self._waiting_s += work_s
         self._recent_s = self.utilization(now) * RECENT_S + work_s
         self._recent_at = now
@@ -71,9 +72,16 @@ class Load:
             return
         if request == next(iter(self._waiting)):
             self._began_at = now
-        work_s = self._waiting.pop(request)
+        work_s, _ = self._waiting.pop(request)
         # Sums of floats drift; an empty queue is 0.
         self._waiting_s = self._waiting_s - work_s if self._waiting else 0.0
+
+    def withdrawn(self, request: Hashable, now: float) -> None:
+        """Note that a request did not come here: its work did not either."""
+        work_s, at = self._waiting.get(request, (0.0, now))
+        came_s = self._recent_s - work_s * math.exp((at - self._recent_at) / RECENT_S)
+        self._recent_s = max(0.0, came_s)
+        self.done(request, now)
 
 
 class Lru(Generic[_Block]):
@@ -265,12 +273,19 @@ class ReplicaLoads:
             self._answering[request] = replica
 
     def done(self, request: str, now: float) -> None:
-        """Note a request's end, or that it went elsewhere; twice is fine."""
+        """Note a request's end; twice is fine."""
         self.first_token(request, now)
         self._answering.pop(request, None)
         replica, words = self._under_way.pop(request, ("", ()))
         if replica in self._coming:
             self._coming[replica].remove(words)
+
+    def withdraw(self, request: str, now: float) -> None:
+        """Note that a request did not go where `routed` said; twice is fine."""
+        replica, _ = self._waiting.get(request, ("", 0.0))
+        if replica in self._loads:
+            self._loads[replica].withdrawn(request, now)
+        self.done(request, now)
 
     def _pool_tokens(self, place: Place, survey: Survey) -> int:
         told = place.pool

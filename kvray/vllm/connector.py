@@ -178,6 +178,10 @@ class KvRayConnector(KVConnectorBase_V1):
         self._scheduler.reset()
         return True
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Take vLLM's own blocks; called once, before the first request."""
+        self._scheduler.watch(gpu_block_pool)
+
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Take the rank's KV cache, a tensor a layer; ConfigError: kvray cannot serve it."""
         self._worker.register(kv_caches)

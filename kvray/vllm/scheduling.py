@@ -142,6 +142,11 @@ class SchedulingHalf:
             self._leader.pin(known.number)  # the ranks report when they have read its blocks
         return known.is_saved, known.num_hit or 0
 
+    def watch(self, pool: Any) -> None:
+        """Have events follow what vLLM does with its own blocks."""
+        if self._events is not None:
+            self._events.pool = pool
+
     def take_events(self) -> Iterable[Any]:
         """Return what vLLM is to publish of the tier since the last call."""
         if self._events is not None:

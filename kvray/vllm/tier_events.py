@@ -42,6 +42,10 @@ class TierEvents:
         self._gone: list[Any] = []
         """Told blocks that are gone, until the next call takes them."""
         self._weights = shared.identity.weights
+        self.pool: Any = None
+        """vLLM's own blocks, once it has named them."""
+        self._found: Any = None
+        """Its table of them, of which a reset makes another one."""
         self._round: list[tuple[Any, BlockKey]] = []
         """Told blocks that are still to be looked for, because the arena has changed."""
         self._seen: tuple[str, int] | None = None
@@ -49,7 +53,7 @@ class TierEvents:
 
     def note(self, request: Any, keys: Sequence[BlockKey], first: int) -> None:
         """Tell of blocks of a request as soon as they are readable; `keys[0]` is block `first`."""
-        self._follow_weights()
+        self._follow()
         size, hashes = self._shared.args.tokens_per_block, request.block_hashes
         if len(hashes) > len(request.all_token_ids) // size:
             return  # vLLM hashes smaller blocks than it has
@@ -75,7 +79,7 @@ class TierEvents:
 
     def take(self) -> list[Any]:
         """Return what has come and gone since the last call, as far as that was looked for."""
-        self._follow_weights()
+        self._follow()
         arena, stored = self._shared.link.arena, list[Any]()
         if arena is None:
             self._forget()
@@ -87,8 +91,17 @@ class TierEvents:
             return stored
         return [BlockRemoved(block_hashes=gone, medium=MEDIUM_CPU, group_idx=0), *stored]
 
-    def _follow_weights(self) -> None:
-        """Have nothing told of weights that are replaced: nobody can load it."""
+    def _follow(self) -> None:
+        """Have nothing told after a reset, or of weights that are replaced: nobody can load it.
+
+        For a reset vLLM tells everybody that all is cleared, these blocks too, and the connector
+        nothing. They are told again when a request loads them.
+        """
+        found = getattr(self.pool, "cached_block_hash_to_block", None)
+        if found is not self._found:
+            self._found = found
+            for each in (self._told, self._gone, self._round):
+                each.clear()
         if self._weights != self._shared.identity.weights:
             self._weights = self._shared.identity.weights
             self._forget()

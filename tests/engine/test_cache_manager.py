@@ -204,6 +204,16 @@ def test_least_recently_used_tail_goes_first():
     assert lengths == [1, 2]
 
 
+def test_nothing_is_kept_of_a_namespace_without_blocks():
+    pool = BlockPool(4, tokens_per_block=SIZE)
+    for salt in range(20):
+        block_ids = pool.allocate(2)
+        pool.remember([1, 1, 1, 1], block_ids, namespace=salt, keep_tail=False)
+        pool.remember([1], block_ids, namespace=f"short {salt}", keep_tail=False)
+        pool.release(block_ids)
+    assert [*pool._roots] == [18, 19]
+
+
 def test_allocation_beyond_the_free_blocks_changes_nothing():
     pool = BlockPool(2, tokens_per_block=SIZE)
     with pytest.raises(CapacityError, match="2 free blocks of 2, 3 are needed"):

@@ -90,7 +90,7 @@ class AllLoads:
         `is_told`: somebody will say when its first token is there.
         """
         self.hello(router)
-        self._end([request])
+        self.withdraw(request)
         if cost.replica in self._replicas:
             self._requests[request] = router, cost.replica
             self._loads.routed(request, cost, survey, now=time.monotonic(), is_told=is_told)
@@ -104,6 +104,11 @@ class AllLoads:
     def end(self, request: str) -> None:
         """Note a request's end; twice is fine."""
         self._end([request])
+
+    def withdraw(self, request: str) -> None:
+        """Note that a request did not go where it was to; twice is fine."""
+        self._requests.pop(request, None)
+        self._loads.withdraw(request, time.monotonic())
 
     def _end(self, requests: Iterable[str]) -> None:
         for one in requests:
@@ -159,7 +164,7 @@ class SharedLoads:
             try:
                 choice: Choice = await asyncio.wait_for(asked, _CHOOSE_S)
             except (RayError, asyncio.TimeoutError):
-                self._tell("end", request)
+                self._tell("withdraw", request)
             else:
                 self._elsewhere[request] = choice.replica
                 return choice
@@ -186,6 +191,12 @@ class SharedLoads:
         self.own.done(request, now)
         if self._elsewhere.pop(request, None) is not None:
             self._tell("end", request)
+
+    def withdraw(self, request: str, now: float) -> None:
+        """Note that a request did not go where `routed` said; twice is fine."""
+        self.own.withdraw(request, now)
+        if self._elsewhere.pop(request, None) is not None:
+            self._tell("withdraw", request)
 
     def _tell(self, method: str, *args: Any, **options: Any) -> None:
         """Call the actor, and wait for nothing."""

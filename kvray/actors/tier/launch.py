@@ -158,6 +158,6 @@ def _end_local_ray(config: KVRayConfig) -> bool:
     """End the local Ray, and remove its files and those of its actors; False: there were none."""
     directory = local_ray.local_dir(config.cluster_name)
     found = directory.exists() or config.node_dir.exists()
-    local_ray.stop(config.cluster_name)
+    was_running = local_ray.stop(config.cluster_name)
     # The arena stays if a shard of another Ray on this node owns it.
-    return sweep(config.node_dir) and found
+    return sweep(config.node_dir, tier.SWEEP_WAIT_S if was_running else 0.0) and found

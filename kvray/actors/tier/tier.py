@@ -47,8 +47,9 @@ _REPORT_TIMEOUT_S = 1.0
 """How long to wait for the statuses of shards that start or end, before the next look."""
 _ENGINE_S = 5.0
 """How long engines may take to hear of other weights; they ask their shards every second."""
-_SWEEP_WAIT_S = 10.0
-"""How long a killed shard's process may take to be gone."""
+SWEEP_WAIT_S = 10.0
+"""How long a killed shard's process may take to be gone: it gives its memory back before its lock,
+half a second a GiB."""
 
 
 def up(
@@ -372,8 +373,8 @@ def _sweep_nodes(config: KVRayConfig, stopped: set[str], timeout_s: float) -> No
         one: calls.on_node(one, _sweep_node) for one in chosen if shard_name(one) not in stopped
     }
     calls.ask_all(sweeps, timeout_s, config)
-    sweep(config.node_dir)  # of a node that Ray has lost, if this is it
+    sweep(config.node_dir, SWEEP_WAIT_S)  # of a node that Ray has lost, if this is it
 
 
 def _sweep_node(config: KVRayConfig) -> None:
-    sweep(config_on_node(config, labels=calls.node_labels()).node_dir, _SWEEP_WAIT_S)
+    sweep(config_on_node(config, labels=calls.node_labels()).node_dir, SWEEP_WAIT_S)

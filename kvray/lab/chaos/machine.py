@@ -243,6 +243,7 @@ class Machine:
             self._cleanup.kill()
             self._cleanup.wait()
         for child in self._holders:
+            child.kill()  # had the cleanup no time for it
             child.wait()
         for node in self._described:
             node.kill()

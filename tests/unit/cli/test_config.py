@@ -1,6 +1,7 @@
 """`kvray config` and `kvray connector-config`: what they print, and what is wrong."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,13 @@ def test_output_is_what_stdout_would_show(run):
     written = run("connector-config", "-c", "kvray.yaml", "-o", "connector.yaml")
     assert (shown.returncode, written.returncode, written.stdout) == (0, 0, "")
     assert Path("connector.yaml").read_text() == shown.stdout
+
+
+def test_a_path_that_no_yaml_can_have_is_refused_and_nothing_written(run, tmp_path):
+    name = os.fsdecode(b"caf\xe9.yaml")
+    (tmp_path / name).write_text("cluster_name: prod\n")
+    done = run("connector-config", "-c", name, "-o", "connector.yaml")
+    assert_refused(done, tmp_path, "UTF-8", kept={name})
 
 
 def test_output_that_cannot_be_written_is_refused(run, tmp_path):

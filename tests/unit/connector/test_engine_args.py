@@ -392,6 +392,8 @@ def sparse(algorithm: str) -> dict[str, Any]:
         (LLAMA, (64, 4, 2, 32 * BLOCK), {}),
         (LLAMA | {"block_configs": WITHOUT_ONE}, (64, 3, 2, 1024), {}),
         (DEEPSEEK, (64, 4, 1, 576 * BLOCK), {}),
+        (LLAMA, (64, 4, 1, 576 * 64), {}),
+        (None, (64, 4, 1, 576 * BLOCK), {}),
         (None, (64, 7, 1, 1000), {}),
         (None, (64, 4, 1, 1024), sparse("skip_softmax")),
     ],
@@ -412,6 +414,7 @@ def test_a_pool_of_all_layers_is_served(tmp_path, config, shape, fields):
         (None, (64, 4, 1, 1024), sparse("dsa"), "use_kv_cache_manager_v2"),
         (DEEPSEEK | {"index_topk": 2048}, (64, 4, 1, 1024), {}, "use_kv_cache_manager_v2"),
         (DEEPSEEK, (64, 4, 1, 576 * 64), {}, "tokens_per_block to 64"),
+        (None, (64, 4, 1, 576 * 64), {}, "tokens_per_block to 64"),
     ],
 )
 def test_a_pool_of_another_form_is_refused(tmp_path, config, shape, fields, named):

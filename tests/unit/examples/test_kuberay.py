@@ -222,6 +222,13 @@ def test_an_engine_uses_all_the_gpus_that_it_asks_for(name):
     assert tp_size == engine["resources"]["limits"]["nvidia.com/gpu"]
 
 
+def test_a_rollout_of_engines_has_not_failed_before_one_could_start():
+    deployment = one_of("hostpath.yaml", "Deployment")["spec"]
+    probe = containers("hostpath.yaml")["engine"]["startupProbe"]
+    starts_s = probe["periodSeconds"] * probe["failureThreshold"]
+    assert deployment.get("progressDeadlineSeconds", 600) > starts_s
+
+
 @pytest.mark.parametrize("name", PODS)
 def test_no_probe_of_ray_takes_the_engine_beside_it_out_of_service(name):
     """A pod is ready when all its containers are."""
@@ -494,6 +501,7 @@ def test_the_notes_name_figures_and_commands():
     notes = helm.render({})["NOTES.txt"]
     assert "72Gi of memory" in notes
     assert "kvray status" in notes
+    assert notes.count("kubectl -n default ") == notes.count("kubectl")
 
 
 def test_helm_finds_no_fault_in_the_chart():

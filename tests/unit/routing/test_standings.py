@@ -358,6 +358,23 @@ def test_the_replica_that_took_it_has_the_work_and_the_blocks(router):
     assert router.total("routed_requests_total", "queue") == 1, "the best one was full"
 
 
+@pytest.mark.parametrize("taker", ["r3", "of nobody", None])
+def test_a_request_that_a_replica_did_not_take_was_no_work_there(router, taker):
+    router.begin("before")
+    router.decisions.sent("before", "r0", now=0.0)
+    before = router.loads._loads["r0"].utilization(9.0)
+    assert router.begin("one", now=1.0).replica == "r0"
+    if taker:
+        router.decisions.sent("one", taker, now=9.0)
+    else:
+        router.decisions.over("one", now=9.0)
+    loads = router.loads._loads
+    assert loads["r0"].utilization(9.0) == pytest.approx(before)
+    assert {name for name, load in loads.items() if load.utilization(9.0)} == {"r0", "r3"} - {
+        None if taker == "r3" else "r3"
+    }
+
+
 def test_without_a_choice_it_is_a_fallback_without_candidates(router):
     router.decisions.begin("one", None, None, now=0.0, is_told=True)
     assert router.decisions.order("one") == []

@@ -210,6 +210,17 @@ def test_blocks_of_weights_that_are_replaced_are_removed(half, stored):
     assert isinstance(event, Removed)
 
 
+def test_after_a_reset_for_which_vllm_has_all_cleared_blocks_are_told_again(half, stored):
+    pool = SimpleNamespace(cached_block_hash_to_block={})
+    half.watch(pool)
+    told(half, stored)
+    pool.cached_block_hash_to_block = {}
+    (event,) = told(half, stored)
+    assert event.block_hashes == names(len(PROMPT) // BLOCK)
+    pool.cached_block_hash_to_block = {}
+    assert half.take_events() == [], "nothing is removed of which nobody knows"
+
+
 def test_an_adapter_and_a_salt_are_told_as_vllm_tells_them(half, stored):
     lora = SimpleNamespace(adapter_id=3, name="poet")
     keys = _keys(stored)

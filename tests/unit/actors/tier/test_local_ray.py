@@ -15,7 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvray.actors.tier import local_ray, ray_node
+from kvray.actors.owner import ownership
+from kvray.actors.tier import launch, local_ray, ray_node, tier
+from kvray.config import load_config
 from kvray.errors import ConfigError
 from tests.waiting import HANG_S, wait_for
 
@@ -80,6 +82,35 @@ def test_a_worker_without_its_environment_is_known_by_its_log(name, tmp_path):
             reader.kill()
         worker.kill()
     shutil.rmtree(local_ray.local_dir(name))
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from kvray.actors.owner.ownership import as_owner
+with as_owner(Path(sys.argv[1])) as is_owner:
+    print(is_owner, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    "end", [launch._end_local_ray, lambda config: tier._sweep_nodes(config, set(), 1.0)]
+)
+def test_files_of_a_shard_that_is_long_in_dying_are_removed(name, tmp_path, monkeypatch, end):
+    overrides = {"cluster_name": name, "arena.dir": str(tmp_path)}
+    config = load_config(None, environ={}, overrides=overrides)
+    config.node_dir.mkdir(mode=0o700)
+    monkeypatch.setattr(local_ray, "stop", lambda _: True)
+    monkeypatch.setattr(tier.ray, "nodes", list)
+    command = [sys.executable, "-c", OWNER, str(config.node_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shard:
+        assert shard.stdout.readline() == "True\n"
+        # It is gone once somebody waits for it.
+        monkeypatch.setattr(ownership.time, "sleep", lambda _: (shard.kill(), shard.wait()))
+        end(config)
+        shard.kill()
+    assert not config.node_dir.exists()
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(name):

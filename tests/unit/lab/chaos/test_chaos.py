@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from kvray.config import load_config
+from kvray.lab.chaos import machine
 from kvray.lab.chaos.faults import Campaign, NotNow, NotYet
 from kvray.lab.chaos.judge import (
     IN_FLIGHT_MIN,
@@ -403,6 +404,16 @@ def test_prompts_fit_and_no_two_documents_begin_with_the_same_block():
     assert longest <= PROMPT_TOKENS_MAX
     documents = {one.document for one in conversations}
     assert len({one[:TOKENS_PER_BLOCK] for one in documents}) == len(documents)
+
+
+def test_a_machine_whose_cleanup_hangs_waits_for_no_process_of_its_network(monkeypatch):
+    monkeypatch.setattr(machine, "_CLOSE_TIMEOUT_S", 0.01)
+    made = object.__new__(machine.Machine)
+    made._cleanup = subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE)
+    made._holders = [subprocess.Popen(["sleep", "60"])]
+    made._described = []
+    made.close()
+    assert made._holders[0].returncode == -signal.SIGKILL
 
 
 def test_an_unknown_kind_of_fault_is_refused_with_the_known_ones(run_kvray):
