@@ -35,6 +35,7 @@ from kvray.engine.engine_args import (
     find_checkpoint,
     number_of,
     read_checkpoint,
+    release_of,
     text_of,
     to_text,
 )
@@ -168,6 +169,7 @@ def read_engine_args(
         rank=_rank(llm_args, num_ranks),
         block_reuse=field_of(cache, "enable_block_reuse") is not False,
         has_writes_aside=partial_reuse or field_of(transfers, "backend") is not None,
+        refills_inputs=_refills_inputs(llm_args),
         owns_partial_blocks=partial_reuse and not is_compiled and not _copies_aside(),
         quantization=canonical_text(field_of(llm_args, "quant_config"), _QUANTIZATION),
         overrides=_overrides(llm_args, cache),
@@ -241,6 +243,20 @@ def _copies_aside() -> bool:
     return manager is not None and "execution_stream" not in inspect.signature(manager).parameters
 
 
+def _refills_inputs(llm_args: Any) -> bool:
+    """Whether a pass whose stream stalls before it may get page tables of the pass after it.
+
+    Source: with the overlap scheduler the tables are copied from memory that is filled again once
+    the pass before has ended. #15546 copies from a stage, #14128 waits.
+    """
+    manager = _class_in("tensorrt_llm._torch.pyexecutor.resource_manager", "KVCacheManager")
+    engine = _class_in("tensorrt_llm._torch.pyexecutor.model_engine", "PyTorchModelEngine")
+    mends = {"_stage_block_offsets_for_copy", "wait_for_input_copy"}
+    is_mended = not mends.isdisjoint([*dir(manager), *dir(engine)])
+    is_overlapped = field_of(llm_args, "disable_overlap_scheduler") is not True
+    return manager is not None and is_overlapped and not is_mended
+
+
 def _class_in(module: str, name: str) -> Any:
     """Return a class of TensorRT-LLM's; None if its module is not imported, or has none."""
     return vars(sys.modules[module]).get(name) if module in sys.modules else None
@@ -276,4 +292,4 @@ def _engine_version() -> str:
     version = getattr(tensorrt_llm, "__version__", None)
     if version is None:
         return "reference"
-    return "tensorrt_llm " + ".".join(str(version).split(".")[:2])
+    return f"tensorrt_llm {release_of(str(version))}"

@@ -264,6 +264,9 @@ class EngineArgs:
     has_writes_aside: bool = False
     """Pages are written by other streams than that of the layers: with copies of partly reused
     blocks, with what other servers send."""
+    refills_inputs: bool = False
+    """The engine fills a pass's inputs again before a device that stalls has read them: its stream
+    is not to wait for copies before a pass."""
     owns_partial_blocks: bool = False
     """A page of which a request reuses the first tokens is its own, and was filled on the stream
     that its layers run on: a block may be loaded over it."""
@@ -358,6 +361,16 @@ def text_of(source: Any, name: str) -> str:
         value = getattr(value, "name", "")
     # Some enumerations are texts whose `str` has the name of their class in it.
     return str.__str__(value) if isinstance(value, str) else ""
+
+
+def release_of(version: str) -> str:
+    """Return what of an engine's version enters the namespace: a release's major and minor number.
+
+    What comes before a release has all of its version: a candidate may have faults in its bytes
+    that the next one mends.
+    """
+    release = re.fullmatch(r"(\d+\.\d+)(\.\d+)*(\+.*)?", version)
+    return release[1] if release else version
 
 
 def canonical_text(source: Any, names: Iterable[str]) -> str:

@@ -103,6 +103,8 @@ class RankWorker:
         if self.pool is not None and self.saver is not None and (meta.is_fenced or was_dropped):
             self.saver.fence()
             self.pool.fence(stream)
+            if self.shared.args.refills_inputs:
+                self.pool.settle()
 
     def begin(self, meta: ConnectorMeta, stream: Any) -> None:
         """Begin to copy what `meta` promises; what is saved of the pass is noted.
@@ -124,6 +126,8 @@ class RankWorker:
         shared.follow(meta.replica)
         self._attend()
         self._load(meta.loads, pool, stream)
+        if shared.args.refills_inputs and shared.args.is_compiled:
+            self._settle()  # else the stream would wait here, and not in the layers' hooks
         if meta.saves and shared.identity.common:
             with shared.boundary.around("a save"):
                 self._jobs = list(self._jobs_of(pool, meta))

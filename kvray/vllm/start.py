@@ -19,6 +19,7 @@ from kvray.engine.engine_args import (
     field_of,
     find_checkpoint,
     read_checkpoint,
+    release_of,
     text_of,
     to_text,
 )
@@ -75,7 +76,7 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
             }
         ),
         attention_backend=f"{_backend(vllm_config)} on {vllm_config.device_config.device_type}",
-        engine="vllm " + ".".join(vllm.__version__.split(".")[:2]),
+        engine=f"vllm {release_of(vllm.__version__)}",
         is_compiled=True,  # graphs run without hooks
         adapters=canonical_text(field_of(vllm_config, "lora_config"), _ADAPTERS),
         checkpoint=read_checkpoint(found),

@@ -19,6 +19,8 @@ from kvray.errors import ConfigError
 from tests.kit.connector import BLOCK, DEEPSEEK, LLAMA, args_for, checkpoint, parallel, read_args
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
+CANDIDATES = ["1.3.0rc11", "1.4.0.dev5+g1a2b3c", "1.2.1.post1"]
+
 
 def test_size_of_blocks_and_rank_are_where_the_version_has_them():
     assert read_args(SimpleNamespace(tokens_per_block=64)).tokens_per_block == 64
@@ -55,11 +57,15 @@ def test_the_engines_own_rank_comes_first(monkeypatch):
         read_args(args_for())
 
 
-def test_the_engines_version_is_part_of_its_name(monkeypatch):
+@pytest.mark.parametrize(
+    ("version", "named"),
+    [("1.2.1", "1.2"), ("1.2", "1.2"), ("1.2.1+cu13", "1.2"), *[(one, one) for one in CANDIDATES]],
+)
+def test_the_engines_version_is_part_of_its_name(monkeypatch, version, named):
     package = ModuleType("tensorrt_llm")
-    vars(package)["__version__"] = "1.2.1rc3"
+    vars(package)["__version__"] = version
     monkeypatch.setitem(sys.modules, "tensorrt_llm", package)
-    assert read_args(args_for()).engine == "tensorrt_llm 1.2"
+    assert read_args(args_for()).engine == f"tensorrt_llm {named}"
 
 
 def test_an_object_that_has_every_attribute_says_only_what_it_was_told():
@@ -96,6 +102,24 @@ def test_partly_reused_pages_may_be_written_where_layers_wait_for_their_copies(
     assert read_args(args_for()).owns_partial_blocks == is_own
     assert not read_args(args_for(torch_compile_enabled=True)).owns_partial_blocks
     assert not read_args(args_for(cache={"enable_partial_reuse": False})).owns_partial_blocks
+
+
+def test_streams_stall_before_no_pass_of_versions_that_fill_its_inputs_again(monkeypatch):
+    assert not read_args(args_for()).refills_inputs
+    package = "tensorrt_llm._torch.pyexecutor"
+    resources, engine = (
+        ModuleType(f"{package}.{name}") for name in ("resource_manager", "model_engine")
+    )
+    vars(resources)["KVCacheManager"] = Streaming
+    monkeypatch.setitem(sys.modules, resources.__name__, resources)
+    assert read_args(args_for()).refills_inputs
+    assert not read_args(args_for(disable_overlap_scheduler=True)).refills_inputs
+    vars(engine)["PyTorchModelEngine"] = type("", (), {"wait_for_input_copy": None})
+    monkeypatch.setitem(sys.modules, engine.__name__, engine)
+    assert not read_args(args_for()).refills_inputs
+    del sys.modules[engine.__name__]
+    monkeypatch.setattr(Streaming, "_stage_block_offsets_for_copy", None, raising=False)
+    assert not read_args(args_for()).refills_inputs
 
 
 def test_a_compiled_model_is_noted():

@@ -14,6 +14,7 @@ from kvray.errors import CorruptBlock, KVRayError, LayoutMismatch, LeaseExpired
 from kvray.store import Lease
 from tests.examples import examples
 from tests.kit.connector import BLOCK, HIT, NUM_BLOCKS, PROMPT, Request, args_for, flip_a_byte
+from tests.kit.devices import HostDevice
 
 
 def test_loads_are_done_once_a_metadata_and_leases_released_once(warm):
@@ -49,6 +50,32 @@ def test_a_pass_waits_for_what_it_saves_where_the_engine_copies_over_pages(make_
     pair.begin(request)
     pair.compute(request)
     assert calls.mock_calls == ([mock.call.fence(), mock.call.settle()] if is_partial else [])
+
+
+@pytest.mark.parametrize("make_pair", ["device"], indirect=True)
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("refills", [False, True])
+def test_a_stream_waits_before_no_pass_where_that_would_change_its_inputs(
+    make_pair, monkeypatch, is_compiled, refills
+):
+    monkeypatch.setattr("kvray.connector.start._refills_inputs", lambda _: refills)
+    pair = make_pair(
+        args_for(cache={"enable_partial_reuse": False}, torch_compile_enabled=is_compiled)
+    )
+    pair.store(PROMPT)
+    rank, calls = pair.worker._rank, mock.Mock()
+    monkeypatch.setattr(rank.pool, "fence", calls.fence)
+    monkeypatch.setattr(rank.pool, "settle", calls.settle)
+    monkeypatch.setattr(HostDevice, "query", lambda _: False)  # copies are under way until asked
+    request = Request(2, PROMPT)
+    pair.query(request)
+    meta = pair.plan(request)._replace(is_fenced=True)
+    pair.worker.bind_connector_meta(meta)
+    pair.worker.start_load_kv(None)
+    settled = [mock.call.settle()] if refills else []
+    assert calls.mock_calls == [mock.call.fence(None), *settled]
+    assert bool(rank._loading) != (refills and is_compiled), "it waits itself for what it loads"
+    pair.compute(request)
 
 
 @pytest.mark.parametrize("make_pair", ["host"], indirect=True)
