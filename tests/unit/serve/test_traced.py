@@ -94,7 +94,7 @@ def test_an_answer_that_breaks_off_is_an_error(sdk, events, status, kind):
 
 
 def test_a_choice_that_fails_ends_its_span_as_an_error(sdk):
-    handle = Handle(failure=asyncio.TimeoutError())
+    handle = Handle(failures=[asyncio.TimeoutError()] * 3)
     assert post(app_with(handle), "/v1/completions") == 504
     assert {one.status.status_code for one in sdk.named("route")} == {StatusCode.ERROR}
 
