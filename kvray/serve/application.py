@@ -28,7 +28,7 @@ def app(args: dict[str, Any]) -> "Application":
     with needs("serve"):
         from ray import serve
 
-        from kvray.serve.ingress import Endpoint
+        from kvray.serve.ingress import Ingress
     ingress: Deployment = serve.deployment(
         name="Ingress",
         max_ongoing_requests=_INGRESS_REQUESTS_MAX,
@@ -36,7 +36,7 @@ def app(args: dict[str, Any]) -> "Application":
         # It leaves with its last answer, which has this deadline. Serve's 20 s would break it off.
         graceful_shutdown_timeout_s=settings.request_timeout_s,
         ray_actor_options={"num_cpus": 0},
-    )(Endpoint)
+    )(serve.ingress()(Ingress))
     return ingress.bind(settings, engines(settings))
 
 

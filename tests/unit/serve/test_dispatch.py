@@ -83,6 +83,7 @@ class Handle:
         frozen: str = "",
     ) -> None:
         self.log: list[str] = []
+        self.asked: list[Forwarded] = []
         self.answers = [Answer(events) for events in answers]
         self._left = iter(self.answers)
         self._ids = iter("abc")
@@ -117,7 +118,7 @@ class Handle:
             self.log.append(f"leave {choice.replica_id}")
 
     def dispatch(self, choice: Any, asked: Forwarded, num_computed: int | None) -> Answer:
-        assert asked == ASKED
+        self.asked.append(asked)
         self.log.append(f"dispatch {choice.replica_id}")
         return next(self._left)
 
@@ -152,7 +153,9 @@ def dispatcher(
 
 async def listen(handle: Any, *args: Any, **options: Any) -> list[Any]:
     """Return all of an answer."""
-    return [one async for one in dispatcher(handle, *args, **options).forward(ASKED, HINT)]
+    said = [one async for one in dispatcher(handle, *args, **options).forward(ASKED, HINT)]
+    assert [*{id(one) for one in handle.asked}] == [id(ASKED)]
+    return said
 
 
 def head(name: str, **more: str) -> Head:
