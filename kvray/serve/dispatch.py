@@ -5,9 +5,10 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from asyncio import FIRST_COMPLETED
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import Context, copy_context
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -101,14 +102,6 @@ class RequestError(Exception):
         super().__init__(message)
         self.status = status
         self.code = code
-
-
-class _Choosing(NamedTuple):
-    """A choice that Serve's router was asked for."""
-
-    context: Any
-    entering: "asyncio.Future[Any]"
-    routed: Routed
 
 
 class _Taken(NamedTuple):
@@ -221,94 +214,65 @@ class Dispatcher:
         return _Taken(name, events, routed, cached)
 
     @asynccontextmanager
-    async def _placed(
-        self, hint: Hint | None, deadline: float
-    ) -> AsyncIterator[tuple[Any, Routed]]:
-        """Yield the router's choice, and whom to tell how it turns out.
-
-        A choice that is not used goes back, and so does a second one.
-        """
-        asked: list[_Choosing] = []
-        try:
-            with span("route") as route:
-                first = await self._choose(hint, deadline, asked)
-                choice = first.entering.result()
-                name = replica_name(choice.replica_id)
-                route.set_attributes({"kvray.replica": name, **first.routed.about(name)})
-            for one in asked:
-                one.entering.cancel()
-            yield choice, first.routed
-        finally:
-            await asyncio.shield(_give_back(asked))
-
-    async def _choose(
-        self, hint: Hint | None, deadline: float, asked: list[_Choosing]
-    ) -> _Choosing:
-        """Return the router's choice of those that are `asked` for here.
+    async def _placed(self, hint: Hint | None, deadline: float) -> AsyncIterator[Any]:
+        """Yield the router's choice, and whom to tell how it turns out; unused ones go back.
 
         A choice that takes long waits for a free engine: of so many waits, more are refused. Serve
         itself would count those that it is placing right now too, and refuse a burst.
         """
-        began = time.monotonic()
         self._refuse_too_many()
-        self._ask(hint, asked)
-        if first := await _first(asked, min(began + _PLACED_S, deadline)):
-            return first
-        self._refuse_too_many()
-        self._num_queued += 1
-        try:
-            first = await _first(asked, min(began + _RIVAL_S, deadline))
-            if first is None and time.monotonic() < deadline:
-                self._ask(hint, asked)
-                first = await _first(asked, deadline)
-        finally:
-            self._num_queued -= 1
-        if first is None:
-            raise asyncio.TimeoutError
-        return first
+        asked: list[asyncio.Future[Any]] = []
+        async with AsyncExitStack() as held:
+
+            async def choose(seconds: float) -> set[asyncio.Future[Any]]:
+                """Ask the router, and wait for what is asked.
+
+                In an empty context, so that Serve takes each choice as a request of its own. Its
+                router finds requests that wait by the id of the caller's request. Of two with one
+                id only the first is found. The other, also one that was given up, is looked for
+                without end by one of the router's tasks, which are two for each replica: soon no
+                request gets one (Ray 2.60).
+                """
+                entering = held.enter_async_context(self._choose(hint))
+                asked.append(Context().run(asyncio.ensure_future, entering))
+                held.callback(asked[-1].cancel)
+                return await wait(seconds)
+
+            async def wait(seconds: float) -> set[asyncio.Future[Any]]:
+                left_s = min(seconds, deadline - time.monotonic())
+                return (await asyncio.wait(asked, timeout=left_s, return_when=FIRST_COMPLETED))[0]
+
+            with span("route") as route:
+                if not (chosen := await choose(_PLACED_S)):
+                    self._refuse_too_many()
+                    self._num_queued += 1
+                    try:
+                        chosen = await wait(_RIVAL_S - _PLACED_S)
+                        if not chosen and time.monotonic() < deadline:
+                            chosen = await choose(math.inf)
+                    finally:
+                        self._num_queued -= 1
+                if not chosen:
+                    raise asyncio.TimeoutError
+                choice, routed = chosen.pop().result()
+                name = replica_name(choice.replica_id)
+                route.set_attributes({"kvray.replica": name, **routed.about(name)})
+            yield choice, routed
 
     def _refuse_too_many(self) -> None:
         if self._num_queued >= self._queued_max:
             raise RequestError("All engines are full; try later.", status=429, code="overloaded")
 
-    def _ask(self, hint: Hint | None, asked: list[_Choosing]) -> None:
-        """Ask the router for a choice.
-
-        In an empty context, so that Serve takes each choice as a request of its own. Its router
-        finds requests that wait by the id of the caller's request. Of two with one id only the
-        first is found. The other, also one that was given up, is looked for without end by one of
-        the router's tasks, which are two for each replica: soon no request gets one (Ray 2.60).
-        """
+    @asynccontextmanager
+    async def _choose(self, hint: Hint | None) -> AsyncIterator[tuple[Any, Routed]]:
         routed = Routed()
         about = {} if hint is None else {"kvray_tokens": hint.tokens, "kvray_salt": hint.salt}
-        context = self._engines.choose_replica(**about, kvray_routed=routed)
-        entering = Context().run(asyncio.ensure_future, context.__aenter__())
-        asked.append(_Choosing(context, entering, routed))
-
-
-async def _first(asked: Sequence[_Choosing], until: float) -> _Choosing | None:
-    """Return what comes first; None: nothing in time. A second choice that fails is nothing."""
-    while (left_s := until - time.monotonic()) > 0:
-        under_way = [one.entering for one in asked if not one.entering.done()]
-        await asyncio.wait(under_way, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        for one in asked:
-            if one.entering.done() and (one is asked[0] or one.entering.exception() is None):
-                return one
-    return None
-
-
-async def _give_back(asked: Sequence[_Choosing]) -> None:
-    """End choices, also those that come only now; what fails at it is Serve's to mend."""
-    for one in asked:
-        one.entering.cancel()
-    came = await asyncio.gather(*(one.entering for one in asked), return_exceptions=True)
-    exits = []
-    for one, choice in zip(asked, came, strict=True):
-        if not one.routed.is_sent:
-            one.routed.over()
-        if not isinstance(choice, BaseException):
-            exits.append(one.context.__aexit__(None, None, None))
-    await asyncio.gather(*exits, return_exceptions=True)
+        try:
+            async with self._engines.choose_replica(**about, kvray_routed=routed) as choice:
+                yield choice, routed
+        finally:
+            if not routed.is_sent:
+                routed.over()
 
 
 def _noted(taken: _Taken) -> list[tuple[bytes, bytes]]:
