@@ -56,8 +56,6 @@ class Prefetcher:
     def __init__(self, settings: Settings) -> None:
         """Use the Ray connection of this process."""
         self._timeout_s = settings.prefetch_timeout_s
-        if self._timeout_s == 0:
-            return
         # A call that nobody waits for any more is over soon after.
         timeout = {"ray.timeout_s": self._timeout_s}
         self._client = Client(load_config(settings.kvray_config, overrides=timeout))
@@ -69,29 +67,26 @@ class Prefetcher:
 
     async def bring(self, tokens: Tokens, replica: str, salt: str | None) -> Prefetched | None:
         """Return once the prompt's blocks are where the replica is; None: not waited for."""
-        if self._timeout_s == 0:
-            return None
-        breaker = self._breaker_of(replica)
+        breaker, brought = self._breaker_of(replica), None
         if breaker.state(time.monotonic()) == "open":
             return None
         breaker.begin(time.monotonic())
         # In its thread it belongs to the request's trace, too.
         ask = partial(copy_context().run, self._client.prefetch, tokens, replica=replica, salt=salt)
         asked = asyncio.get_running_loop().run_in_executor(self._threads, ask)
-        had_failed, brought = breaker.error, None
         try:
             brought = await asyncio.wait_for(asked, self._timeout_s)
         except ConfigError as error:  # the tier says it of this request, and is well
             self._warn_once(str(error))
         except (KVRayError, asyncio.TimeoutError) as error:
             reason = str(error) or f"no answer within {self._timeout_s} s"
-            breaker.fail(time.monotonic(), reason)
-            if not had_failed:  # once, however long it lasts
+            if not breaker.error:  # once, however long it lasts
                 _log.warning("kvray cannot prefetch for %s: %s", replica, reason)
+            breaker.fail(time.monotonic(), reason)
             return None
-        breaker.succeed()
-        if had_failed:
+        if breaker.error:
             _log.info("kvray prefetches for %s again", replica)
+        breaker.succeed()
         return brought
 
 
@@ -125,7 +120,7 @@ class Dispatcher:
     def __init__(
         self,
         engines: DeploymentHandle[Any],
-        prefetcher: Prefetcher,
+        prefetcher: Prefetcher | None,
         *,
         request_timeout_s: float,
         queued_max: int,
@@ -195,13 +190,13 @@ class Dispatcher:
             cached, num_computed = routed.near_tokens(name), None
             if hint is not None:
                 brought = None
-                if choice.replica_id not in routed.here:
+                if self._prefetcher is not None and name not in routed.here:
                     brought = await self._prefetcher.bring(hint.tokens, name, hint.salt)
                 if brought is not None:
                     cached = max(cached or 0, min(brought.num_tokens, len(hint.tokens)))
                 if cached is not None:
                     num_computed = len(hint.tokens) - cached
-            routed.sent(choice.replica_id)
+            routed.sent(name)
             events = self._engines.dispatch(choice, asked, num_computed)
             try:
                 left_s = deadline - time.monotonic()

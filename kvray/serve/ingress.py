@@ -102,20 +102,17 @@ class Renderers:
         place = min(range(num), key=lambda one: (self._num_open[one], (one - first) % num))
         if self._num_open[place] >= _RENDERS_MAX:
             return None
-        asked = asyncio.ensure_future(self._ask(place, path, body))
-        await asyncio.wait({asked}, timeout=_RENDER_S)
-        return asked.result() if asked.done() else None
 
-    async def _ask(self, place: int, path: str, body: bytes) -> Hint | None:
-        self._num_open[place] += 1
-        try:
-            found: Hint | None = await self._actors[place].hint.remote(path, body)
-            return found
-        except RayError as error:
-            _log.warning("a prompt was not rendered: %r", error)
-            return None
-        finally:
+        def end(asked: "asyncio.Future[Hint | None]") -> None:
             self._num_open[place] -= 1
+            if error := asked.exception():
+                _log.warning("a prompt was not rendered: %r", error)
+
+        self._num_open[place] += 1
+        asked = asyncio.ensure_future(self._actors[place].hint.remote(path, body))
+        asked.add_done_callback(end)
+        await asyncio.wait({asked}, timeout=_RENDER_S)
+        return asked.result() if asked.done() and not asked.exception() else None
 
 
 def _start_renderer(settings: Settings) -> Any:
@@ -134,11 +131,11 @@ class Ingress:
         self._renderers = Renderers(settings)
         self._dispatcher = Dispatcher(
             engines,
-            Prefetcher(settings),
+            Prefetcher(settings) if settings.prefetch_timeout_s else None,
             request_timeout_s=settings.request_timeout_s,
             queued_max=settings.queued_max,
         )
-        self._state: tuple[float, bool] = float("-inf"), False
+        self._is_well, self._heard_at = False, float("-inf")
         self._asking: asyncio.Task[None] | None = None
         self._registry = CollectorRegistry()
         self._answers = Counter(
@@ -158,11 +155,11 @@ class Ingress:
 
     async def health(self, _: Request) -> Response:
         """Say whether an engine can answer, or comes when it is asked; Serve knows."""
-        if time.monotonic() - self._state[0] > _STATE_S:
+        if time.monotonic() - self._heard_at > _STATE_S:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.ensure_future(self._ask_serve())
             await asyncio.wait({self._asking}, timeout=_ASKED_S)
-        if self._state[1]:
+        if self._is_well:
             return JSONResponse({"status": "ok"})
         said = "No engine can answer; see `serve status`."
         return _refusal(RequestError(said, status=503, code="no_engine"), "")
@@ -176,7 +173,7 @@ class Ingress:
         application: Any = status.applications.get(self._engines.app_name)
         found = application and application.deployments.get(self._engines.deployment_name)
         is_well = found and (found.status in _WELL or found.replica_states.get("RUNNING", 0))
-        self._state = time.monotonic(), bool(is_well)
+        self._is_well, self._heard_at = bool(is_well), time.monotonic()
 
     async def _metrics(self, _: Request) -> Response:
         counts = generate_latest(self._registry)
@@ -251,8 +248,6 @@ class Ingress:
         except asyncio.TimeoutError:
             told = f"The body was not whole after {timeout_s:g} s; send it again."
             raise RequestError(told, status=408, code="timeout") from None
-        if "x-request-id" not in request.headers:
-            headers.append((b"x-request-id", secrets.token_hex(16).encode()))
         caller = request.headers.get("traceparent", "")
         # What a sampler left out here is in no trace of the engine's either.
         new = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{'00' if spans.is_on() else '01'}"

@@ -87,23 +87,16 @@ class Texts:
         return np.array(found, dtype=np.int32)
 
 
-class ByteTexts:
-    """The same for the random weights of the reference engine, whose tokens are bytes."""
-
-    def encode(self, text: str, *, adds_special: bool = False) -> Tokens:
-        """Return the tokens of a text."""
-        return np.array(ByteTokenizer().encode(text), dtype=np.int32)
-
-
 class Prompts:
     """The prompts of one model's requests."""
 
-    def __init__(self, texts: Texts | ByteTexts, template: Any, *, adds_special: bool) -> None:
+    def __init__(self, encode: Any, template: Any, *, adds_special: bool) -> None:
         """Render chats by `template`, transformers' tokenizer; None: the model has no template.
 
-        `adds_special`: the engine begins a completion's text with the tokenizer's special tokens.
+        `encode`: as `Texts.encode`. `adds_special`: the engine begins a completion's text with the
+        tokenizer's special tokens.
         """
-        self._texts = texts
+        self._encode = encode
         self._template = template
         self._adds_special = adds_special
         source = getattr(template, "chat_template", None)
@@ -127,9 +120,9 @@ class Prompts:
         if not isinstance(prompt, str):
             return prompt
         adds = asked.get("add_special_tokens", self._adds_special)
-        return self._texts.encode(prompt, adds_special=bool(adds) and self._adds_special)
+        return self._encode(prompt, adds_special=bool(adds) and self._adds_special)
 
-    def chat(self, asked: Mapping[str, Any]) -> Tokens:
+    def chat(self, asked: Mapping[str, Any]) -> Any:
         """Return the tokens of a chat, up to where the assistant begins to speak.
 
         A model without a template of its own, which was trained for no chat, is given one line
@@ -138,7 +131,7 @@ class Prompts:
         messages = [self._message(one) for one in asked["messages"]]
         if self._template is None:
             lines = [f"{one['role']}: {one['content']}\n" for one in messages]
-            return self._texts.encode("".join([*lines, "assistant:"]))
+            return self._encode("".join([*lines, "assistant:"]))
         text = self._template.apply_chat_template(
             messages,
             tools=asked.get("tools") or None,
@@ -148,33 +141,34 @@ class Prompts:
             tokenize=False,
             **(asked.get("chat_template_kwargs") or {}),
         )
-        return self._texts.encode(text, adds_special=bool(asked.get("add_special_tokens", False)))
+        return self._encode(text, adds_special=bool(asked.get("add_special_tokens", False)))
 
-    def response(self, asked: Mapping[str, Any]) -> Tokens:
+    def response(self, asked: Mapping[str, Any]) -> Any:
         """Return the tokens of a request of OpenAI's Responses, which is another form of a chat."""
         if asked.get("previous_response_id"):
             raise CannotRender
         said = asked["input"]
         items = [{"role": "user", "content": said}] if isinstance(said, str) else said
-        messages = [_of_item(one) for one in items]
-        if asked.get("instructions"):
-            messages.insert(0, {"role": "system", "content": asked["instructions"]})
-        tools = [
-            _function(one.get("name"), one.get("description"), one.get("parameters"))
-            for one in asked.get("tools") or ()
-        ]
-        return self.chat({"messages": messages, "tools": tools})
+        return self._as_chat(asked, [*map(_of_item, items)], "instructions", "parameters")
 
-    def message(self, asked: Mapping[str, Any]) -> Tokens:
+    def message(self, asked: Mapping[str, Any]) -> Any:
         """Return the tokens of a request of Anthropic's Messages, likewise."""
         messages = [made for one in asked["messages"] for made in _of_blocks(one)]
-        if asked.get("system"):
-            messages.insert(0, {"role": "system", "content": asked["system"]})
+        return self._as_chat(asked, messages, "system", "input_schema")
+
+    def _as_chat(
+        self, asked: Mapping[str, Any], messages: list[Any], system: str, parameters: str
+    ) -> Any:
+        """Return the tokens of a chat; the other form has a system's text and parameters so."""
+        if asked.get(system):
+            messages = [{"role": "system", "content": asked[system]}, *messages]
+        names = {"name": "name", "description": "description", "parameters": parameters}
         tools = [
-            _function(one["name"], one.get("description"), one.get("input_schema"))
+            {key: one[given] for key, given in names.items() if one.get(given) is not None}
             for one in asked.get("tools") or ()
         ]
-        return self.chat({"messages": messages, "tools": tools})
+        as_functions = [{"type": "function", "function": one} for one in tools]
+        return self.chat({"messages": messages, "tools": as_functions})
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as chat templates take it."""
@@ -206,7 +200,7 @@ def load_prompts(settings: Settings, *, engine: str) -> Prompts:
     """
     options = settings.options()
     if settings.is_tiny:
-        return Prompts(ByteTexts(), None, adds_special=False)
+        return Prompts(_bytes_of, None, adds_special=False)
     name = str(options.get("tokenizer") or settings.model)
     if engine == "reference" and name == "smollm2":
         from kvray.reference.checkpoint import find_smollm2
@@ -220,7 +214,12 @@ def load_prompts(settings: Settings, *, engine: str) -> Prompts:
     except Exception as error:  # a hub's, a file's, or of the checkpoint's own code
         raise KVRayError(f"The tokenizer of {name} cannot be loaded ({error}).") from error
     template = None if getattr(tokenizer, "chat_template", None) is None else tokenizer
-    return Prompts(Texts(tokenizer), template, adds_special=engine != "reference")
+    return Prompts(Texts(tokenizer).encode, template, adds_special=engine != "reference")
+
+
+def _bytes_of(text: str, *, adds_special: bool = False) -> list[int]:
+    """Return the tokens of the reference engine's random weights, which are bytes."""
+    return ByteTokenizer().encode(text)
 
 
 def _text_of(part: Mapping[str, Any]) -> str:
@@ -235,12 +234,6 @@ def _called(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(function.get("arguments"), str):
         function["arguments"] = json.loads(function["arguments"] or "{}")
     return {**call, "function": function}
-
-
-def _function(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
-    about = {"name": name, "description": description, "parameters": parameters}
-    given = {key: one for key, one in about.items() if one is not None}
-    return {"type": "function", "function": given}
 
 
 def _call(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class Handle:
         assert (kvray_tokens is HINT.tokens, kvray_salt) == (True, HINT.salt)
         told: Any = self.decisions
         request = f"request {self.decisions.count()}"
-        kvray_routed.follow(told, request, "engine-", self.here)
+        kvray_routed.follow(told, request, self.here)
         self.contexts.append(_get_serve_request_context()._internal_request_id)
         if failure := next(self._failures, None):
             raise failure
@@ -312,7 +312,7 @@ async def test_what_was_brought_is_told_as_tokens_that_are_near():
 
 async def test_nothing_is_brought_to_a_replica_that_has_all_in_its_nodes_memory():
     handle = Handle(whole("a"))
-    handle.here = ["a", "b"]
+    handle.here = ["engine-a", "engine-b"]
     await listen(handle)
     assert handle.log == ["choose a", "dispatch a", "leave a"]
 
@@ -413,7 +413,3 @@ async def test_a_request_that_cannot_be_prefetched_costs_the_others_nothing(
     client.failures.clear()
     assert await bring(prefetcher, "a") == [BROUGHT]
     assert caplog.text.count("names no tenant") == 1, "once is enough"
-
-
-async def test_without_time_nothing_is_asked():
-    assert await bring(Prefetcher(Settings(prefetch_timeout_s=0)), "a") == [None]
