@@ -95,8 +95,7 @@ class Engine:
             KVRayError: it did not start; Serve tries again.
         """
         self._is_closing = False
-        self._stall_timeout_s = settings.stall_timeout_s
-        self._request_timeout_s = settings.request_timeout_s
+        self._settings = settings
         self._num_open = 0  # requests under way; the loop's, as all that follows
         self._num_waiting = 0  # those of which nothing has come
         self._num_streams = 0
@@ -196,9 +195,11 @@ class Engine:
             KVRayError: it does.
         """
         silent_s = time.monotonic() - self._heard_at
-        if silent_s <= self._stall_timeout_s:
+        if silent_s <= self._settings.stall_timeout_s:
             return
-        is_late = self._num_streams or (self._num_open and silent_s > self._request_timeout_s)
+        is_late = self._num_streams or (
+            self._num_open and silent_s > self._settings.request_timeout_s
+        )
         if not is_late and await asyncio.to_thread(self._server.is_well, timeout_s=_HEALTH_S):
             return
         raise KVRayError(
@@ -208,7 +209,7 @@ class Engine:
 
     def _watch(self, leave: Callable[[], None]) -> None:
         """End this process when its engine has ended by itself."""
-        self._server.wait_end()
+        self._server.process.wait()
         if not self._is_closing:
             _log.error("The engine %s has died; its replica ends.", self._server.name)
             leave()

@@ -31,7 +31,7 @@ from kvray.config import load_config
 from kvray.errors import KVRayError
 from kvray.serve.dispatch import Dispatcher, Prefetcher, RequestError
 from kvray.serve.engine import Forwarded, Head, Headers
-from kvray.serve.render import Hint, load_prompts
+from kvray.serve.render import READERS, Hint, load_prompts
 from kvray.serve.server import HOST, engine_of
 from kvray.serve.settings import Settings
 from kvray.trace import spans
@@ -53,15 +53,6 @@ _ASKED_S = 0.15
 """How long `/health` waits for Serve."""
 _OURS = frozenset((b"date", b"server", b"x-request-id"))
 """Headers of an answer that Serve's proxy sets itself."""
-_OPERATIONS = {
-    "/v1/completions": "text_completion",
-    "/v1/chat/completions": "chat",
-    "/v1/responses": "chat",
-    "/v1/messages": "chat",
-}
-"""Requests that get a span, and what OpenTelemetry's conventions call them."""
-_FAULT = 500
-"""Status from which on the server is to blame."""
 _FLAGS_AT = 53
 """Where the flags of a `traceparent` begin."""
 _ORIGIN = re.compile(rb"(?i:https?:)?//([^/?#]*)")
@@ -225,7 +216,7 @@ class Ingress:
     def _note(self, status: int) -> None:
         self._answers.labels(str(status)).inc()
         spans.current().set_attribute("http.response.status_code", status)
-        if status >= _FAULT:
+        if status >= 500:
             spans.fail(spans.current(), str(status))
 
     async def _asked(self, request: Request, path: str) -> Forwarded:
@@ -252,7 +243,7 @@ class Ingress:
         # What a sampler left out here is in no trace of the engine's either.
         new = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{'00' if spans.is_on() else '01'}"
         trace = spans.traceparent() or caller or new
-        if caller and trace.split("-")[:2] == caller.split("-")[:2]:
+        if trace.split("-")[:2] == caller.split("-")[:2]:
             trace = trace[:_FLAGS_AT] + caller[_FLAGS_AT:]  # whether it is sampled is the caller's
         headers = [one for one in headers if one[0] != b"traceparent"]
         headers.append((b"traceparent", trace.encode("latin-1")))
@@ -283,11 +274,10 @@ def _span(request: Request, path: str) -> AbstractContextManager[Any]:
 
     Nothing of a prompt or of an answer is in it but their lengths.
     """
-    operation = _OPERATIONS.get(path)
-    if operation is None or not spans.is_on():
+    if path not in READERS or not spans.is_on():
         return nullcontext()
     about = {
-        "gen_ai.operation.name": operation,
+        "gen_ai.operation.name": "text_completion" if path == "/v1/completions" else "chat",
         "gen_ai.provider.name": "kvray",
         "http.request.method": request.method,
         "http.route": path,

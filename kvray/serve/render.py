@@ -105,7 +105,7 @@ class Prompts:
     def hint(self, path: str, body: bytes) -> Hint | None:
         """Return what is known of the prompt that `body` asks about; None: nothing."""
         try:
-            read, asked = _READERS[path], json.loads(body)
+            read, asked = READERS[path], json.loads(body)
             tokens = np.asarray(read(self, asked), dtype=np.int32)
             salt = asked.get("cache_salt")
         except Exception:  # noqa: BLE001 - templates and tokenizers raise anything; the engine answers
@@ -184,12 +184,13 @@ class Prompts:
         return made
 
 
-_READERS = {
+READERS = {
     "/v1/completions": Prompts.completion,
     "/v1/chat/completions": Prompts.chat,
     "/v1/responses": Prompts.response,
     "/v1/messages": Prompts.message,
 }
+"""How the prompts of requests that ask for an answer are read, by path."""
 
 
 def load_prompts(settings: Settings, *, engine: str) -> Prompts:

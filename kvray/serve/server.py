@@ -108,13 +108,15 @@ class EngineServer:
         self.name = name
         with socket.create_server((HOST, 0)) as free:
             self.port = free.getsockname()[1]
+        self.url = f"http://{HOST}:{self.port}"
         with ExitStack() as opened:
             # Its keeper removes the directory, too, if this process is killed.
             made = TemporaryDirectory(prefix="kvray-serve-", ignore_cleanup_errors=True)
             directory = opened.enter_context(made)
             self._log = opened.enter_context(log.open("a+b") if log else TemporaryFile())  # noqa: SIM115
             command = command_of(settings, self.port, Path(directory))
-            self._process = subprocess.Popen(
+            # What keeps the server, which is its child.
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", "kvray.serve.keeper", directory, *command],
                 stdin=subprocess.PIPE,
                 stdout=self._log,
@@ -122,16 +124,6 @@ class EngineServer:
                 env={**os.environ, **env},
             )
             self._opened = opened.pop_all()
-
-    @property
-    def url(self) -> str:
-        """Where it answers."""
-        return f"http://{HOST}:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        """The process that keeps the server, which is its child."""
-        return self._process.pid
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return when the server says that it is well.
@@ -141,10 +133,11 @@ class EngineServer:
         """
         deadline = time.monotonic() + timeout_s
         while not self.is_well(timeout_s=5.0):
-            if self._process.poll() is not None:
-                raise self._failure("has ended")
-            if time.monotonic() > deadline:
-                raise self._failure(f"was not ready within {timeout_s:.0f} s")
+            has_ended = self.process.poll() is not None
+            if has_ended or time.monotonic() > deadline:
+                what = "has ended" if has_ended else f"was not ready within {timeout_s:.0f} s"
+                said = last_words(self._log)
+                raise KVRayError(f"The engine {self.name} {what}. {said}".strip())
             time.sleep(_POLL_S)
 
     def is_well(self, *, timeout_s: float) -> bool:
@@ -155,23 +148,16 @@ class EngineServer:
         except (OSError, HTTPException):
             return False
 
-    def wait_end(self) -> None:
-        """Return when it is gone, however it ended."""
-        self._process.wait()
-
     def close(self) -> None:
         """End the server and all that it has started. Twice is fine."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         try:
-            self._process.wait(_TERM_TIMEOUT_S)
+            self.process.wait(_TERM_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
         self._opened.close()
-
-    def _failure(self, what: str) -> KVRayError:
-        return KVRayError(f"The engine {self.name} {what}. {last_words(self._log)}".strip())
 
 
 def log_path(name: str) -> Path | None:

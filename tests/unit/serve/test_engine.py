@@ -71,7 +71,7 @@ async def finish(asked: Any) -> str:
 
 def server_of(engine: Any) -> psutil.Process:
     """Return the server, which the process that keeps it has started."""
-    (found,) = psutil.Process(engine._server.pid).children()
+    (found,) = psutil.Process(engine._server.process.pid).children()
     return found
 
 
