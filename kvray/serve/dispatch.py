@@ -117,18 +117,10 @@ class Dispatcher:
     Serve's router chooses, and is given the prompt's tokens where they are known.
     """
 
-    def __init__(
-        self,
-        engines: DeploymentHandle[Any],
-        prefetcher: Prefetcher | None,
-        *,
-        request_timeout_s: float,
-        queued_max: int,
-    ) -> None:
+    def __init__(self, engines: DeploymentHandle[Any], settings: Settings) -> None:
         self._engines: Any = engines.options(method_name="forward", stream=True)
-        self._prefetcher = prefetcher
-        self._timeout_s = request_timeout_s
-        self._queued_max = queued_max
+        self._settings = settings
+        self._prefetcher = Prefetcher(settings) if settings.prefetch_timeout_s else None
         self._num_queued = 0
 
     async def forward(
@@ -143,22 +135,23 @@ class Dispatcher:
             RequestError: no engine takes it, one broke off, or time is up.
         """
         began, about = time.monotonic(), current()
-        deadline = began + self._timeout_s
+        deadline = began + self._settings.request_timeout_s
         for retries_left in range(_RETRIES_MAX, -1, -1):
             taken = await self._take(asked, hint, deadline)
-            has_head = is_begun = is_over = False
+            has_head = is_over = False
             try:
                 head = await _next(taken, deadline)
                 has_head = True
                 yield Head(head.status, [*head.headers, *_noted(taken)])
-                while chunk := await _next(taken, deadline):
-                    if not is_begun:
-                        is_begun = True
-                        taken.routed.first_token()
-                        first_s = time.monotonic() - began
-                        about.set_attribute("gen_ai.response.time_to_first_chunk", first_s)
-                        about.add_event("first token")
+                chunk = await _next(taken, deadline)
+                if chunk:
+                    taken.routed.first_token()
+                    first_s = time.monotonic() - began
+                    about.set_attribute("gen_ai.response.time_to_first_chunk", first_s)
+                    about.add_event("first token")
+                while chunk:
                     yield chunk
+                    chunk = await _next(taken, deadline)
                 is_over = True
                 return
             except RequestError as error:
@@ -255,7 +248,7 @@ class Dispatcher:
             yield choice, routed
 
     def _refuse_too_many(self) -> None:
-        if self._num_queued >= self._queued_max:
+        if self._num_queued >= self._settings.queued_max:
             raise RequestError("All engines are full; try later.", status=429, code="overloaded")
 
     @asynccontextmanager

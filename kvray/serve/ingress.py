@@ -29,7 +29,7 @@ from starlette.websockets import WebSocketClose
 
 from kvray.config import load_config
 from kvray.errors import KVRayError
-from kvray.serve.dispatch import Dispatcher, Prefetcher, RequestError
+from kvray.serve.dispatch import Dispatcher, RequestError
 from kvray.serve.engine import Forwarded, Head, Headers
 from kvray.serve.render import READERS, Hint, load_prompts
 from kvray.serve.server import HOST, engine_of
@@ -120,12 +120,7 @@ class Ingress:
         self._settings = settings
         self._engines = engines
         self._renderers = Renderers(settings)
-        self._dispatcher = Dispatcher(
-            engines,
-            Prefetcher(settings) if settings.prefetch_timeout_s else None,
-            request_timeout_s=settings.request_timeout_s,
-            queued_max=settings.queued_max,
-        )
+        self._dispatcher = Dispatcher(engines, settings)
         self._is_well, self._heard_at = False, float("-inf")
         self._asking: asyncio.Task[None] | None = None
         self._registry = CollectorRegistry()

@@ -147,8 +147,11 @@ def dispatcher(
     timeout_s: float = 20.0,
     queued_max: int = 8,
 ) -> Dispatcher:
+    options = {"request_timeout_s": timeout_s, "queued_max": queued_max}
+    made = Dispatcher(handle, Settings(prefetch_timeout_s=0, **options))
     asked: Any = prefetcher or Bringer(handle.log)
-    return Dispatcher(handle, asked, request_timeout_s=timeout_s, queued_max=queued_max)
+    made._prefetcher = asked
+    return made
 
 
 async def listen(handle: Any, *args: Any, **options: Any) -> list[Any]:
