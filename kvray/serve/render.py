@@ -7,7 +7,7 @@ a wrong guess costs a worse route. So nothing here refuses a request.
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,7 +90,7 @@ class Texts:
 class Prompts:
     """The prompts of one model's requests."""
 
-    def __init__(self, encode: Any, template: Any, *, adds_special: bool) -> None:
+    def __init__(self, encode: Callable[..., Tokens], template: Any, *, adds_special: bool) -> None:
         """Render chats by `template`, transformers' tokenizer; None: the model has no template.
 
         `encode`: as `Texts.encode`. `adds_special`: the engine begins a completion's text with the
@@ -122,7 +122,7 @@ class Prompts:
         adds = asked.get("add_special_tokens", self._adds_special)
         return self._encode(prompt, adds_special=bool(adds) and self._adds_special)
 
-    def chat(self, asked: Mapping[str, Any]) -> Any:
+    def chat(self, asked: Mapping[str, Any]) -> Tokens:
         """Return the tokens of a chat, up to where the assistant begins to speak.
 
         A model without a template of its own, which was trained for no chat, is given one line
@@ -143,7 +143,7 @@ class Prompts:
         )
         return self._encode(text, adds_special=bool(asked.get("add_special_tokens", False)))
 
-    def response(self, asked: Mapping[str, Any]) -> Any:
+    def response(self, asked: Mapping[str, Any]) -> Tokens:
         """Return the tokens of a request of OpenAI's Responses, which is another form of a chat."""
         if asked.get("previous_response_id"):
             raise CannotRender
@@ -151,14 +151,14 @@ class Prompts:
         items = [{"role": "user", "content": said}] if isinstance(said, str) else said
         return self._as_chat(asked, [*map(_of_item, items)], "instructions", "parameters")
 
-    def message(self, asked: Mapping[str, Any]) -> Any:
+    def message(self, asked: Mapping[str, Any]) -> Tokens:
         """Return the tokens of a request of Anthropic's Messages, likewise."""
         messages = [made for one in asked["messages"] for made in _of_blocks(one)]
         return self._as_chat(asked, messages, "system", "input_schema")
 
     def _as_chat(
         self, asked: Mapping[str, Any], messages: list[Any], system: str, parameters: str
-    ) -> Any:
+    ) -> Tokens:
         """Return the tokens of a chat; the other form has a system's text and parameters so."""
         if asked.get(system):
             messages = [{"role": "system", "content": asked[system]}, *messages]
@@ -218,9 +218,9 @@ def load_prompts(settings: Settings, *, engine: str) -> Prompts:
     return Prompts(Texts(tokenizer).encode, template, adds_special=engine != "reference")
 
 
-def _bytes_of(text: str, *, adds_special: bool = False) -> list[int]:
+def _bytes_of(text: str, *, adds_special: bool = False) -> Tokens:
     """Return the tokens of the reference engine's random weights, which are bytes."""
-    return ByteTokenizer().encode(text)
+    return np.array(ByteTokenizer().encode(text), dtype=np.int32)
 
 
 def _text_of(part: Mapping[str, Any]) -> str:
