@@ -110,6 +110,10 @@ class _Taken(NamedTuple):
     cached: int | None
     """Tokens of the prompt that were most likely there; None: not known."""
 
+    async def next(self, deadline: float) -> Any:
+        """Return what the engine says next."""
+        return await asyncio.wait_for(anext(self.events), deadline - time.monotonic())
+
 
 class Dispatcher:
     """Hands requests to the replicas of `Engine`: choose one, prefetch there, dispatch.
@@ -140,10 +144,10 @@ class Dispatcher:
             taken = await self._take(asked, hint, deadline)
             has_head = is_over = False
             try:
-                head = await _next(taken, deadline)
+                head = await taken.next(deadline)
                 has_head = True
                 yield Head(head.status, [*head.headers, *_noted(taken)])
-                chunk = await _next(taken, deadline)
+                chunk = await taken.next(deadline)
                 if chunk:
                     taken.routed.first_token()
                     first_s = time.monotonic() - began
@@ -151,12 +155,12 @@ class Dispatcher:
                     about.add_event("first token")
                 while chunk:
                     yield chunk
-                    chunk = await _next(taken, deadline)
+                    chunk = await taken.next(deadline)
                 is_over = True
                 return
-            except RequestError as error:
-                if has_head or not retries_left or error.code != "replica_gone":
-                    raise
+            except _GONE as error:
+                if has_head or not retries_left or isinstance(error, asyncio.TimeoutError):
+                    raise _failure(error, taken.name) from error
                 _log.warning("%s is gone before it answered; another one is asked", taken.name)
             finally:
                 taken.routed.over()
@@ -272,18 +276,6 @@ def _noted(taken: _Taken) -> list[tuple[bytes, bytes]]:
     if taken.cached is not None:
         noted.append((b"x-kvray-cached-tokens", str(taken.cached).encode()))
     return noted
-
-
-async def _next(taken: _Taken, deadline: float) -> Any:
-    """Return what an engine that has taken a request says next.
-
-    Raises:
-        RequestError: the engine broke off, or time is up.
-    """
-    try:
-        return await asyncio.wait_for(anext(taken.events), deadline - time.monotonic())
-    except _GONE as error:
-        raise _failure(error, taken.name) from error
 
 
 def _failure(error: Exception, name: str) -> RequestError:

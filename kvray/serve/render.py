@@ -35,10 +35,6 @@ class Hint(NamedTuple):
     salt: str | None
 
 
-class CannotRender(Exception):
-    """A request whose prompt is not known here."""
-
-
 class Texts:
     """Tokens of texts, of which only the parts that are new are computed.
 
@@ -146,7 +142,7 @@ class Prompts:
     def response(self, asked: Mapping[str, Any]) -> Tokens:
         """Return the tokens of a request of OpenAI's Responses, which is another form of a chat."""
         if asked.get("previous_response_id"):
-            raise CannotRender
+            raise KVRayError("Its beginning is not here.")
         said = asked["input"]
         items = [{"role": "user", "content": said}] if isinstance(said, str) else said
         return self._as_chat(asked, [*map(_of_item, items)], "instructions", "parameters")
@@ -225,7 +221,7 @@ def _bytes_of(text: str, *, adds_special: bool = False) -> Tokens:
 
 def _text_of(part: Mapping[str, Any]) -> str:
     if part.get("type") not in ("text", "input_text", "output_text"):
-        raise CannotRender  # an image, a file
+        raise KVRayError("An image or a file is not rendered.")
     return str(part["text"])
 
 
@@ -252,7 +248,7 @@ def _of_item(item: Mapping[str, Any]) -> dict[str, Any]:
         return {"role": "assistant", "tool_calls": [call]}
     if kind == "function_call_output":
         return {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
-    raise CannotRender
+    raise KVRayError(f"An item of type {kind} is not rendered.")
 
 
 def _of_blocks(message: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
