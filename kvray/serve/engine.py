@@ -212,6 +212,7 @@ class Engine:
         self._server.process.wait()
         if not self._is_closing:
             _log.error("The engine %s has died; its replica ends.", self._server.name)
+            self._server.close()  # a keeper that was killed has left its directory
             leave()
 
     def __del__(self) -> None:

@@ -247,6 +247,17 @@ async def test_a_replica_ends_with_its_engine_and_refuses_no_request_before(star
     engine.__del__()
 
 
+def test_a_replica_whose_keeper_is_killed_leaves_no_directory(start, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    has_left = threading.Event()
+    engine = start(has_left.set)
+    assert len(list(tmp_path.iterdir())) == 1
+    engine._server.process.kill()
+    assert has_left.wait(DEADLINE_S)
+    assert list(tmp_path.iterdir()) == []
+    engine.__del__()
+
+
 def test_a_replica_that_serve_ends_leaves_by_itself(start):
     has_left = threading.Event()
     start(has_left.set).__del__()
