@@ -1,6 +1,5 @@
 """The application: engines that share their KV blocks through kvray, behind one OpenAI endpoint."""
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from kvray.errors import needs
@@ -8,8 +7,6 @@ from kvray.serve.settings import Settings
 
 if TYPE_CHECKING:
     from ray.serve import Application, Deployment
-
-_log = logging.getLogger("ray.serve")
 
 _INGRESS_REQUESTS_MAX = 4096
 _STATS_PERIOD_S = 2.0
@@ -31,7 +28,7 @@ def app(args: dict[str, Any]) -> "Application":
     with needs("serve"):
         from ray import serve
 
-        from kvray.serve.ingress import Endpoint
+        from kvray.serve.ingress import Ingress
     ingress: Deployment = serve.deployment(
         name="Ingress",
         max_ongoing_requests=_INGRESS_REQUESTS_MAX,
@@ -39,7 +36,7 @@ def app(args: dict[str, Any]) -> "Application":
         # It leaves with its last answer, which has this deadline. Serve's 20 s would break it off.
         graceful_shutdown_timeout_s=settings.request_timeout_s,
         ray_actor_options={"num_cpus": 0},
-    )(Endpoint)
+    )(serve.ingress()(Ingress))
     return ingress.bind(settings, engines(settings))
 
 
@@ -51,11 +48,24 @@ def engines(settings: Settings) -> "Application":
     """
     with needs("serve"):
         from ray import serve
+        from ray.serve.config import RequestRouterConfig
 
-        from kvray.serve.engine import Engine
-    number: dict[str, Any] = {"num_replicas": settings.num_replicas}
+        from kvray.serve.engine import REPLICA_PREFIX, Engine
+    options: dict[str, Any] = {"num_replicas": settings.num_replicas}
     if settings.autoscaling_config is not None:
-        number = {"autoscaling_config": settings.autoscaling_config}
+        options = {"autoscaling_config": settings.autoscaling_config}
+    if settings.router == "kvray":
+        config = settings.kvray_config
+        router: dict[str, Any] = {  # its types say less than it takes
+            "request_router_class": "kvray.serve.router:KvRayRouter",
+            "request_router_kwargs": {
+                "kvray_config": None if config is None else str(config),
+                "pool_blocks": settings.pool_blocks,
+                "replica_prefix": REPLICA_PREFIX,
+            },
+            "request_routing_stats_period_s": _STATS_PERIOD_S,
+        }
+        options["request_router_config"] = RequestRouterConfig(**router)
     deployment: Deployment = serve.deployment(
         name="Engine",
         max_ongoing_requests=settings.requests_max,
@@ -64,32 +74,6 @@ def engines(settings: Settings) -> "Application":
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=settings.drain_timeout_s,
         ray_actor_options={"num_cpus": 0, "num_gpus": settings.num_gpus},
-        **number,
-        **_router(settings),
+        **options,
     )(Engine)
     return deployment.bind(settings)
-
-
-def _router(settings: Settings) -> dict[str, Any]:
-    """Return the option of the deployment that has kvray's router choose, if this Serve can."""
-    if settings.router == "serve":
-        return {}
-    try:
-        from ray.serve.config import RequestRouterConfig
-        from ray.serve.request_router import RequestRouter  # noqa: F401 - is it there?
-    except ImportError:
-        _log.warning("This Ray Serve takes no router of ours, as 2.60 does; its own chooses.")
-        return {}
-    from kvray.serve.engine import REPLICA_PREFIX
-
-    config = settings.kvray_config
-    options: dict[str, Any] = {  # its types say less than it takes
-        "request_router_class": "kvray.serve.router:KvRayRouter",
-        "request_router_kwargs": {
-            "kvray_config": None if config is None else str(config),
-            "pool_blocks": settings.pool_blocks,
-            "replica_prefix": REPLICA_PREFIX,
-        },
-        "request_routing_stats_period_s": _STATS_PERIOD_S,
-    }
-    return {"request_router_config": RequestRouterConfig(**options)}

@@ -6,21 +6,21 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from string import punctuation
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
-import aiohttp
-from multidict import CIMultiDict
+import h11
 from ray import serve
 from ray.util import get_node_ip_address
-from yarl import URL
 
 from kvray.actors.routers.pools import EVENTS_STAT
 from kvray.config import CONFIG_ENV, load_config
 from kvray.errors import KVRayError
 from kvray.events.pool_feed import HttpDrain, PoolFeed
 from kvray.routing import PREFILL_STAT, SLOWDOWN_STAT, PrefillSpeed
-from kvray.serve.server import EngineServer, log_path
+from kvray.serve.server import HOST, EngineServer, log_path
 from kvray.serve.settings import Settings
 
 _log = logging.getLogger("ray.serve")
@@ -29,16 +29,16 @@ REPLICA_PREFIX = "engine-"
 _LEAVE_S = 5.0
 """How long this process may take to end after its engine."""
 _CONNECT_S = 5.0
-_KEPT_ALIVE_S = 3.0
-"""Servers close a connection that is idle for five seconds."""
 _HEALTH_S = 2.0
+_HEAD_BYTES_MAX = 1 << 20
+_READ_BYTES = 1 << 16
 _DEFAULT_BLOCK = 32
 
 Headers = list[tuple[bytes, bytes]]
 
-HOP_BY_HOP = frozenset(
-    b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding"
-    b" upgrade".split()
+_HOP_BY_HOP = frozenset(
+    b"connection expect keep-alive proxy-authenticate proxy-authorization te trailer"
+    b" transfer-encoding upgrade".split()
 )
 """Headers that belong to one connection (RFC 9110, 7.6.1)."""
 
@@ -58,6 +58,11 @@ class Head(NamedTuple):
 
     status: int
     headers: Headers
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether events follow, one by one."""
+        return any(value.startswith(b"text/event-stream") for _, value in self.headers)
 
 
 def replica_name(serve_replica_id: str) -> str:
@@ -90,15 +95,13 @@ class Engine:
             KVRayError: it did not start; Serve tries again.
         """
         self._is_closing = False
-        self._stall_timeout_s = settings.stall_timeout_s
-        self._request_timeout_s = settings.request_timeout_s
+        self._settings = settings
         self._num_open = 0  # requests under way; the loop's, as all that follows
         self._num_waiting = 0  # those of which nothing has come
         self._num_streams = 0
         self._heard_at = time.monotonic()  # of the server
         self._first_at = 0.0  # the latest first token
         self._speed = PrefillSpeed()
-        self._session: aiohttp.ClientSession | None = None
         self._feed: PoolFeed | None = None
         if name is None:
             name = replica_name(serve.get_replica_context().replica_id.unique_id)
@@ -144,23 +147,17 @@ class Engine:
         self._num_waiting += 1
         try:
             yield self._server.name
-            async with self._open().request(
-                asked.method,
-                URL(self._server.url + asked.target, encoded=True),
-                headers=CIMultiDict(
-                    (key.decode("latin-1"), value.decode("latin-1")) for key, value in asked.headers
-                ),
-                data=asked.body or None,
-                allow_redirects=False,
-            ) as answer:
-                headers = [one for one in answer.raw_headers if one[0].lower() not in HOP_BY_HOP]
-                is_stream = answer.content_type == "text/event-stream"
-                if is_stream and not self._num_streams:
-                    self._heard_at = time.monotonic()
-                self._num_streams += is_stream
-                yield Head(answer.status, headers)
-                async for chunk in answer.content.iter_any():
-                    self._heard_at = now = time.monotonic()
+            async with contextlib.aclosing(_exchange(self._server.port, asked)) as answer:
+                async for one in answer:
+                    now = time.monotonic()
+                    if isinstance(one, Head):
+                        is_stream = one.is_stream
+                        if is_stream and not self._num_streams:
+                            self._heard_at = now
+                        self._num_streams += is_stream
+                        yield one
+                        continue
+                    self._heard_at = now
                     if is_first:
                         num_answering = self._num_open - self._num_waiting
                         if is_stream and num_computed is not None:
@@ -168,11 +165,12 @@ class Engine:
                             self._speed.note(num_computed, alone_s, num_answering)
                         is_first, self._first_at = False, now
                         self._num_waiting -= 1
-                    yield chunk
+                    yield one
             yield b""
-        except (aiohttp.ClientError, OSError) as error:
+        except (h11.ProtocolError, OSError, asyncio.TimeoutError) as error:
             # If it has died this process ends first, and Serve tells the caller so.
-            await asyncio.to_thread(self._wait_for_end, _LEAVE_S)
+            if not await asyncio.to_thread(self._server.is_well, timeout_s=1.0):
+                await asyncio.sleep(_LEAVE_S)
             raise KVRayError(f"{self._server.name} broke off ({type(error).__name__}).") from None
         finally:
             self._num_open -= 1
@@ -197,9 +195,11 @@ class Engine:
             KVRayError: it does.
         """
         silent_s = time.monotonic() - self._heard_at
-        if silent_s <= self._stall_timeout_s:
+        if silent_s <= self._settings.stall_timeout_s:
             return
-        is_late = self._num_streams or (self._num_open and silent_s > self._request_timeout_s)
+        is_late = self._num_streams or (
+            self._num_open and silent_s > self._settings.request_timeout_s
+        )
         if not is_late and await asyncio.to_thread(self._server.is_well, timeout_s=_HEALTH_S):
             return
         raise KVRayError(
@@ -207,29 +207,12 @@ class Engine:
             f" {self._num_open} requests under way; it is replaced."
         )
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_ALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-                skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
-                auto_decompress=False,
-                max_line_size=64 << 10,
-                max_field_size=64 << 10,
-                max_headers=1000,
-            )
-        return self._session
-
-    def _wait_for_end(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and not self._server.is_well(timeout_s=1.0):
-            time.sleep(0.1)
-
     def _watch(self, leave: Callable[[], None]) -> None:
         """End this process when its engine has ended by itself."""
-        self._server.wait_end()
+        self._server.process.wait()
         if not self._is_closing:
             _log.error("The engine %s has died; its replica ends.", self._server.name)
+            self._server.close()  # a keeper that was killed has left its directory
             leave()
 
     def __del__(self) -> None:
@@ -239,3 +222,47 @@ class Engine:
             self._feed.close()
         with contextlib.suppress(AttributeError):  # it was never started
             self._server.close()
+
+
+def _end_to_end(headers: Headers) -> Headers:
+    """Return what is not of one connection alone: all but what `Connection` names, and its like."""
+    named = b",".join(value for name, value in headers if name.lower() == b"connection")
+    dropped = _HOP_BY_HOP | {one.strip().lower() for one in named.split(b",")}
+    return [one for one in headers if one[0].lower() not in dropped]
+
+
+async def _exchange(port: int, asked: Forwarded) -> AsyncGenerator[Head | bytes, None]:
+    """Yield the answer of a server of this node: its head, then its bytes as they come.
+
+    On a connection of its own: a server may end one that was idle while it gets a request.
+    """
+    headers = [one for one in _end_to_end(asked.headers) if one[0] != b"content-length"]
+    if not any(name == b"host" for name, _ in headers):  # HTTP/1.0
+        headers.append((b"host", HOST.encode()))
+    if asked.body or asked.method not in ("GET", "HEAD"):
+        headers.append((b"content-length", str(len(asked.body)).encode()))
+    headers.append((b"connection", b"close"))
+    target = quote(asked.target, safe=punctuation, encoding="latin-1")
+    talk = h11.Connection(h11.CLIENT, max_incomplete_event_size=_HEAD_BYTES_MAX)
+    said = [
+        talk.send(h11.Request(method=asked.method, target=target, headers=headers)),
+        talk.send(h11.Data(data=asked.body)),
+        talk.send(h11.EndOfMessage()),
+    ]
+    reader, writer = await asyncio.wait_for(asyncio.open_connection(HOST, port), _CONNECT_S)
+    try:
+        writer.write(b"".join(filter(None, said)))  # not waited for: a refusal may come before
+        while True:
+            pieces = []
+            while isinstance(event := talk.next_event(), h11.Data):
+                pieces.append(event.data)
+            if pieces:
+                yield b"".join(pieces)
+            if event is h11.NEED_DATA:
+                talk.receive_data(await reader.read(_READ_BYTES))
+            elif isinstance(event, h11.Response):
+                yield Head(event.status_code, _end_to_end(event.headers.raw_items()))
+            elif not isinstance(event, h11.InformationalResponse):
+                return
+    finally:
+        writer.transport.abort()

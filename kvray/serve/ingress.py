@@ -7,9 +7,10 @@ and other processes find them out: nothing heavy runs on its loop.
 import asyncio
 import json
 import logging
+import re
 import secrets
 import time
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import Any
 
 import ray
@@ -22,18 +23,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from kvray.config import load_config
 from kvray.errors import KVRayError
-from kvray.serve.dispatch import Dispatcher, Prefetcher, RequestError
-from kvray.serve.engine import HOP_BY_HOP, Forwarded, Head
-from kvray.serve.render import Hint, load_prompts
-from kvray.serve.server import engine_of
+from kvray.serve.dispatch import Dispatcher, RequestError
+from kvray.serve.engine import Forwarded, Head, Headers
+from kvray.serve.render import READERS, Hint, load_prompts
+from kvray.serve.server import HOST, engine_of
 from kvray.serve.settings import Settings
-from kvray.serve.traced import TracedRequests
-from kvray.trace.spans import current, fail, is_on, start_sdk, traceparent
+from kvray.trace import spans
 
 _log = logging.getLogger("ray.serve")
 
@@ -52,8 +53,9 @@ _ASKED_S = 0.15
 """How long `/health` waits for Serve."""
 _OURS = frozenset((b"date", b"server", b"x-request-id"))
 """Headers of an answer that Serve's proxy sets itself."""
-_NOT_SENT = HOP_BY_HOP | {b"content-length", b"expect"}
-"""Headers of a request that the connection to an engine has of its own."""
+_FLAGS_AT = 53
+"""Where the flags of a `traceparent` begin."""
+_ORIGIN = re.compile(rb"(?i:https?:)?//([^/?#]*)")
 
 
 class Renderer:
@@ -75,11 +77,7 @@ class Renderers:
     """The rendering processes of one ingress, on its node; they end with it."""
 
     def __init__(self, settings: Settings) -> None:
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options: Any = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
-        made = ray.remote(Renderer).options(**options)
-        engine = engine_of(settings)
-        self._actors: list[Any] = [made.remote(settings, engine) for _ in range(settings.renderers)]
+        self._actors = [_start_renderer(settings) for _ in range(settings.renderers)]
         self._num_open = [0 for _ in self._actors]
 
     async def hint(self, path: str, body: bytes) -> Hint | None:
@@ -95,56 +93,62 @@ class Renderers:
         place = min(range(num), key=lambda one: (self._num_open[one], (one - first) % num))
         if self._num_open[place] >= _RENDERS_MAX:
             return None
-        asked = asyncio.ensure_future(self._ask(place, path, body))
-        await asyncio.wait({asked}, timeout=_RENDER_S)
-        return asked.result() if asked.done() else None
 
-    async def _ask(self, place: int, path: str, body: bytes) -> Hint | None:
-        self._num_open[place] += 1
-        try:
-            found: Hint | None = await self._actors[place].hint.remote(path, body)
-            return found
-        except RayError as error:
-            _log.warning("a prompt was not rendered: %r", error)
-            return None
-        finally:
+        def end(asked: "asyncio.Future[Hint | None]") -> None:
             self._num_open[place] -= 1
+            if error := asked.exception():
+                _log.warning("a prompt was not rendered: %r", error)
+
+        self._num_open[place] += 1
+        asked = asyncio.ensure_future(self._actors[place].hint.remote(path, body))
+        asked.add_done_callback(end)
+        await asyncio.wait({asked}, timeout=_RENDER_S)
+        return asked.result() if asked.done() and not asked.exception() else None
+
+
+def _start_renderer(settings: Settings) -> Any:
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options: Any = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
+    return ray.remote(Renderer).options(**options).remote(settings, engine_of(settings))
 
 
 class Ingress:
     """Forwards requests to the engines, and answers what is asked of the endpoint itself."""
 
     def __init__(self, settings: Settings, engines: DeploymentHandle[Any]) -> None:
-        start_sdk(load_config(settings.kvray_config).tracing.startup_hook)
+        spans.start_sdk(load_config(settings.kvray_config).tracing.startup_hook)
         self._settings = settings
         self._engines = engines
         self._renderers = Renderers(settings)
-        self._dispatcher = Dispatcher(
-            engines,
-            Prefetcher(settings),
-            request_timeout_s=settings.request_timeout_s,
-            queued_max=settings.queued_max,
-        )
-        self._state: tuple[float, bool] = float("-inf"), False
+        self._dispatcher = Dispatcher(engines, settings)
+        self._is_well, self._heard_at = False, float("-inf")
         self._asking: asyncio.Task[None] | None = None
-        self.registry = CollectorRegistry()
+        self._registry = CollectorRegistry()
         self._answers = Counter(
-            "kvray_ingress_answers", "Answers by status.", ["status"], registry=self.registry
+            "kvray_ingress_answers", "Answers by status.", ["status"], registry=self._registry
         )
         self._first_s = Histogram(
             "kvray_ingress_first_byte_seconds",
             "From a request's last byte to its answer's first.",
-            registry=self.registry,
+            registry=self._registry,
             buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60),
         )
 
-    async def health(self) -> bool:
-        """Return whether an engine can answer, or comes when it is asked; Serve knows."""
-        if time.monotonic() - self._state[0] > _STATE_S:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return what Serve has answer requests, see `serve.ingress`."""
+        own = Route("/health", self.health), Route("/metrics", self._metrics)
+        return Starlette(routes=[*own, Mount("/", self.forward)])
+
+    async def health(self, _: Request) -> Response:
+        """Say whether an engine can answer, or comes when it is asked; Serve knows."""
+        if time.monotonic() - self._heard_at > _STATE_S:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.ensure_future(self._ask_serve())
             await asyncio.wait({self._asking}, timeout=_ASKED_S)
-        return self._state[1]
+        if self._is_well:
+            return JSONResponse({"status": "ok"})
+        said = "No engine can answer; see `serve status`."
+        return _refusal(RequestError(said, status=503, code="no_engine"), "")
 
     async def _ask_serve(self) -> None:
         try:
@@ -155,45 +159,60 @@ class Ingress:
         application: Any = status.applications.get(self._engines.app_name)
         found = application and application.deployments.get(self._engines.deployment_name)
         is_well = found and (found.status in _WELL or found.replica_states.get("RUNNING", 0))
-        self._state = time.monotonic(), bool(is_well)
+        self._is_well, self._heard_at = bool(is_well), time.monotonic()
 
-    async def forward(self, request: Request, send: Send) -> None:
-        """Answer a request by an engine's answer."""
-        path = _path_of(request.scope)
-        is_begun = is_stream = False
+    async def _metrics(self, _: Request) -> Response:
+        counts = generate_latest(self._registry)
+        return PlainTextResponse(counts, media_type="text/plain; version=0.0.4")
+
+    async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request by an engine's answer, as an ASGI application."""
+        if scope["type"] != "http":
+            await WebSocketClose()(scope, receive, send)
+            return
+        request, path = Request(scope, receive), _path_of(scope)
+        with _span(request, path):
+            await self._forward(request, path, send)
+
+    async def _forward(self, request: Request, path: str, send: Send) -> None:
+        head: Head | None = None
         try:
             asked = await self._asked(request, path)
             began = time.monotonic()
             hint = await self._renderers.hint(path, asked.body)
             if hint is not None:
-                current().set_attribute("gen_ai.usage.input_tokens", len(hint.tokens))
+                spans.current().set_attribute("gen_ai.usage.input_tokens", len(hint.tokens))
             async with aclosing(self._dispatcher.forward(asked, hint)) as answer:
                 async for one in answer:
                     if not isinstance(one, Head):
                         await send({"type": "http.response.body", "body": one, "more_body": True})
                         continue
-                    headers = [each for each in one.headers if each[0].lower() not in _OURS]
-                    is_stream = any(b"text/event-stream" in value for _, value in headers)
-                    is_begun = True
-                    self._answers.labels(str(one.status)).inc()
+                    head = one
                     self._first_s.observe(time.monotonic() - began)
+                    self._note(one.status)
                     start = {"type": "http.response.start", "status": one.status}
-                    await send(start | {"headers": headers})
+                    await send(start | {"headers": _headers_of(one, request)})
             await send({"type": "http.response.body", "body": b""})
+        except ClientDisconnect:  # before its body was whole
+            spans.fail(spans.current(), "disconnected")
         except RequestError as error:
-            fail(current(), error.code)
-            told = _told(error, path)
-            if not is_begun:
-                self._answers.labels(str(error.status)).inc()
-                later = {"retry-after": "1"} if error.status == 429 else None
-                refusal = JSONResponse(told, error.status, later)
-                await refusal(request.scope, request.receive, send)
+            if head is None:
+                self._note(error.status)
+            spans.fail(spans.current(), error.code)
+            if head is None:
+                await _refusal(error, path)(request.scope, request.receive, send)
                 return
-            if not is_stream:
+            if not head.is_stream:
                 raise  # the connection ends before the body does, and clients take it for an error
             kind = b"event: error\n" if path == "/v1/messages" else b""
-            line = b"%sdata: %s\n\n" % (kind, json.dumps(told).encode())
+            line = b"%sdata: %s\n\n" % (kind, json.dumps(_told(error, path)).encode())
             await send({"type": "http.response.body", "body": line})
+
+    def _note(self, status: int) -> None:
+        self._answers.labels(str(status)).inc()
+        spans.current().set_attribute("http.response.status_code", status)
+        if status >= 500:
+            spans.fail(spans.current(), str(status))
 
     async def _asked(self, request: Request, path: str) -> Forwarded:
         """Return a client's request once it is whole.
@@ -205,8 +224,8 @@ class Ingress:
         if not any(path == one or path.startswith(f"{one}/") for one in self._settings.paths):
             told = f"Nothing is at {path:.80}; `paths` in the settings has what engines answer."
             raise RequestError(told, status=404, code="not_found")
-        raw = request.headers.raw  # their names are in lower case
-        if sum(len(key) + len(value) for key, value in raw) > _HEADER_BYTES_MAX:
+        headers = list(request.headers.raw)  # their names are in lower case
+        if sum(len(key) + len(value) for key, value in headers) > _HEADER_BYTES_MAX:
             told = f"The headers are longer than {_HEADER_BYTES_MAX} bytes; send fewer."
             raise RequestError(told, status=431, code="headers_too_long")
         timeout_s = self._settings.body_timeout_s
@@ -215,19 +234,14 @@ class Ingress:
         except asyncio.TimeoutError:
             told = f"The body was not whole after {timeout_s:g} s; send it again."
             raise RequestError(told, status=408, code="timeout") from None
-        headers = [one for one in raw if one[0] not in _NOT_SENT]
-        names = dict(headers)
-        if body or request.method not in ("GET", "HEAD"):
-            headers.append((b"content-length", str(len(body)).encode()))
-        if b"x-request-id" not in names:
-            headers.append((b"x-request-id", secrets.token_hex(16).encode()))
-        trace = traceparent()
-        if trace or b"traceparent" not in names:
-            # What a sampler left out here is in no trace of the engine's either.
-            flags = "00" if is_on() else "01"
-            trace = trace or f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{flags}"
-            headers = [one for one in headers if one[0] != b"traceparent"]
-            headers.append((b"traceparent", trace.encode()))
+        caller = request.headers.get("traceparent", "")
+        # What a sampler left out here is in no trace of the engine's either.
+        new = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{'00' if spans.is_on() else '01'}"
+        trace = spans.traceparent() or caller or new
+        if trace.split("-")[:2] == caller.split("-")[:2]:
+            trace = trace[:_FLAGS_AT] + caller[_FLAGS_AT:]  # whether it is sampled is the caller's
+        headers = [one for one in headers if one[0] != b"traceparent"]
+        headers.append((b"traceparent", trace.encode("latin-1")))
         query = request.scope.get("query_string", b"").decode("latin-1")
         target = f"{path}?{query}" if query else path
         return Forwarded(request.method, target, headers, body)
@@ -250,6 +264,51 @@ def _path_of(scope: Scope) -> str:
     return str(raw.decode("latin-1").removeprefix(scope.get("root_path", "")))
 
 
+def _span(request: Request, path: str) -> AbstractContextManager[Any]:
+    """Return the span of a request that asks for an answer, to its last byte.
+
+    Nothing of a prompt or of an answer is in it but their lengths.
+    """
+    if path not in READERS or not spans.is_on():
+        return nullcontext()
+    about = {
+        "gen_ai.operation.name": "text_completion" if path == "/v1/completions" else "chat",
+        "gen_ai.provider.name": "kvray",
+        "http.request.method": request.method,
+        "http.route": path,
+    }
+    return spans.request("ingress", dict(request.headers), about)
+
+
+def _headers_of(head: Head, request: Request) -> Headers:
+    """Return the headers that a client gets of an engine's answer."""
+    return [
+        (name, _location(value, request) if name.lower() == b"location" else value)
+        for name, value in head.headers
+        if name.lower() not in _OURS
+    ]
+
+
+def _location(target: bytes, request: Request) -> bytes:
+    """Return where a redirect leads the client: one within the engine's server, to the same here.
+
+    Servers write their own address there, or the client's `Host`, and know of no prefix.
+    """
+    if origin := _ORIGIN.match(target):
+        host = origin[1].decode("latin-1")
+        is_here = host == request.headers.get("host") or host.partition(":")[0] == HOST
+        path = target[origin.end() :]
+    else:
+        is_here, path = target.startswith(b"/"), target
+    root: str = request.scope.get("root_path", "")
+    return root.encode() + b"/" + path.lstrip(b"/") if is_here else target
+
+
+def _refusal(error: RequestError, path: str) -> Response:
+    later = {"retry-after": "1"} if error.status == 429 else None
+    return JSONResponse(_told(error, path), error.status, later)
+
+
 def _told(error: RequestError, path: str) -> dict[str, Any]:
     """Return an error as the protocol of a path has it."""
     if path == "/v1/messages":
@@ -258,43 +317,3 @@ def _told(error: RequestError, path: str) -> dict[str, Any]:
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     about = {"message": str(error), "type": kind, "param": None, "code": error.code}
     return {"error": about}
-
-
-def _ingress() -> Ingress:
-    found: Any = serve.get_replica_context().servable_object
-    return found  # type: ignore[no-any-return]
-
-
-async def _health(_: Request) -> Response:
-    if await _ingress().health():
-        return JSONResponse({"status": "ok"})
-    told = RequestError("No engine can answer; see `serve status`.", status=503, code="no_engine")
-    return JSONResponse(_told(told, ""), 503)
-
-
-async def _metrics(_: Request) -> Response:
-    counts = generate_latest(_ingress().registry)
-    return PlainTextResponse(counts, media_type="text/plain; version=0.0.4")
-
-
-class _Rest:
-    """Every other path, as an ASGI application."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await _ingress().forward(Request(scope, receive), send)
-        except ClientDisconnect:
-            return  # before its body was whole
-
-
-def build() -> Any:
-    """Return the ASGI application; `serve.ingress` calls it in the replica."""
-    routes = [
-        Route("/health", _health),
-        Route("/metrics", _metrics),
-        Route("/{path:path}", _Rest()),
-    ]
-    return TracedRequests(Starlette(routes=routes))
-
-
-Endpoint = serve.ingress(build)(Ingress)

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import psutil
 
@@ -32,31 +33,23 @@ def keep(directory: str, command: Sequence[str]) -> int:
     """
     # Ctrl-C reaches the whole foreground group; the parent decides what becomes of the server.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=_end_with_parent,  # noqa: PLW1509 - there is one thread here
+        preexec_fn=end_with_parent,  # noqa: PLW1509 - there is one thread here
     )
     # Not reaped before the end of its session: until then no other process gets its number.
     server = os.pidfd_open(process.pid)
-    if not _wait(server, sys.stdin.fileno()):
+    ended, _, _ = select.select([server, sys.stdin], [], [])
+    if server not in ended:
         os.kill(process.pid, signal.SIGTERM)
-        _wait(server, timeout_s=_GRACE_S)
+        select.select([server], [], [], _GRACE_S)
     _end_session(process.pid)
     shutil.rmtree(directory, ignore_errors=True)
     status = process.wait()
     return status if status >= 0 else 128 - status
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _wait(server: int, *others: int, timeout_s: float | None = None) -> bool:
-    """Wait for the server's end, that of another descriptor, or some time: has the server ended?"""
-    ready, _, _ = select.select([server, *others], [], [], timeout_s)
-    return server in ready
 
 
 def _end_session(session: int) -> None:

@@ -4,20 +4,16 @@ An `LLMConfig` then needs `"kv_transfer_config": {"kv_connector": "KvRayConnecto
 replica goes in kvray by its Serve replica id.
 """
 
-from typing import Any
-
 from ray import serve
-from ray.llm._internal.serve.engines.vllm.kv_transfer import base
+from ray.llm._internal.serve.engines.vllm.kv_transfer.base import DefaultConnectorBackend
 from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
 
 from kvray.vllm import CONNECTOR, REPLICA_SETTING
 
 _NAME = CONNECTOR["kv_connector"]
 
-_Base: Any = getattr(base, "DefaultConnectorBackend", base.BaseConnectorBackend)
 
-
-class KvRayBackend(_Base):
+class KvRayBackend(DefaultConnectorBackend):
     """What is done in a replica's process before its vLLM starts."""
 
     def setup(self) -> None:

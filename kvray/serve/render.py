@@ -7,7 +7,7 @@ a wrong guess costs a worse route. So nothing here refuses a request.
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,10 +33,6 @@ class Hint(NamedTuple):
     tokens: Tokens
     """Token ids, shape [num_tokens]."""
     salt: str | None
-
-
-class CannotRender(Exception):
-    """A request whose prompt is not known here."""
 
 
 class Texts:
@@ -87,23 +83,16 @@ class Texts:
         return np.array(found, dtype=np.int32)
 
 
-class ByteTexts:
-    """The same for the random weights of the reference engine, whose tokens are bytes."""
-
-    def encode(self, text: str, *, adds_special: bool = False) -> Tokens:
-        """Return the tokens of a text."""
-        return np.array(ByteTokenizer().encode(text), dtype=np.int32)
-
-
 class Prompts:
     """The prompts of one model's requests."""
 
-    def __init__(self, texts: Texts | ByteTexts, template: Any, *, adds_special: bool) -> None:
+    def __init__(self, encode: Callable[..., Tokens], template: Any, *, adds_special: bool) -> None:
         """Render chats by `template`, transformers' tokenizer; None: the model has no template.
 
-        `adds_special`: the engine begins a completion's text with the tokenizer's special tokens.
+        `encode`: as `Texts.encode`. `adds_special`: the engine begins a completion's text with the
+        tokenizer's special tokens.
         """
-        self._texts = texts
+        self._encode = encode
         self._template = template
         self._adds_special = adds_special
         source = getattr(template, "chat_template", None)
@@ -112,7 +101,7 @@ class Prompts:
     def hint(self, path: str, body: bytes) -> Hint | None:
         """Return what is known of the prompt that `body` asks about; None: nothing."""
         try:
-            read, asked = _READERS[path], json.loads(body)
+            read, asked = READERS[path], json.loads(body)
             tokens = np.asarray(read(self, asked), dtype=np.int32)
             salt = asked.get("cache_salt")
         except Exception:  # noqa: BLE001 - templates and tokenizers raise anything; the engine answers
@@ -127,7 +116,7 @@ class Prompts:
         if not isinstance(prompt, str):
             return prompt
         adds = asked.get("add_special_tokens", self._adds_special)
-        return self._texts.encode(prompt, adds_special=bool(adds) and self._adds_special)
+        return self._encode(prompt, adds_special=bool(adds) and self._adds_special)
 
     def chat(self, asked: Mapping[str, Any]) -> Tokens:
         """Return the tokens of a chat, up to where the assistant begins to speak.
@@ -138,7 +127,7 @@ class Prompts:
         messages = [self._message(one) for one in asked["messages"]]
         if self._template is None:
             lines = [f"{one['role']}: {one['content']}\n" for one in messages]
-            return self._texts.encode("".join([*lines, "assistant:"]))
+            return self._encode("".join([*lines, "assistant:"]))
         text = self._template.apply_chat_template(
             messages,
             tools=asked.get("tools") or None,
@@ -148,33 +137,34 @@ class Prompts:
             tokenize=False,
             **(asked.get("chat_template_kwargs") or {}),
         )
-        return self._texts.encode(text, adds_special=bool(asked.get("add_special_tokens", False)))
+        return self._encode(text, adds_special=bool(asked.get("add_special_tokens", False)))
 
     def response(self, asked: Mapping[str, Any]) -> Tokens:
         """Return the tokens of a request of OpenAI's Responses, which is another form of a chat."""
         if asked.get("previous_response_id"):
-            raise CannotRender
+            raise KVRayError("Its beginning is not here.")
         said = asked["input"]
         items = [{"role": "user", "content": said}] if isinstance(said, str) else said
-        messages = [_of_item(one) for one in items]
-        if asked.get("instructions"):
-            messages.insert(0, {"role": "system", "content": asked["instructions"]})
-        tools = [
-            _function(one.get("name"), one.get("description"), one.get("parameters"))
-            for one in asked.get("tools") or ()
-        ]
-        return self.chat({"messages": messages, "tools": tools})
+        return self._as_chat(asked, [*map(_of_item, items)], "instructions", "parameters")
 
     def message(self, asked: Mapping[str, Any]) -> Tokens:
         """Return the tokens of a request of Anthropic's Messages, likewise."""
         messages = [made for one in asked["messages"] for made in _of_blocks(one)]
-        if asked.get("system"):
-            messages.insert(0, {"role": "system", "content": asked["system"]})
+        return self._as_chat(asked, messages, "system", "input_schema")
+
+    def _as_chat(
+        self, asked: Mapping[str, Any], messages: list[Any], system: str, parameters: str
+    ) -> Tokens:
+        """Return the tokens of a chat; the other form has a system's text and parameters so."""
+        if asked.get(system):
+            messages = [{"role": "system", "content": asked[system]}, *messages]
+        names = {"name": "name", "description": "description", "parameters": parameters}
         tools = [
-            _function(one["name"], one.get("description"), one.get("input_schema"))
+            {key: one[given] for key, given in names.items() if one.get(given) is not None}
             for one in asked.get("tools") or ()
         ]
-        return self.chat({"messages": messages, "tools": tools})
+        as_functions = [{"type": "function", "function": one} for one in tools]
+        return self.chat({"messages": messages, "tools": as_functions})
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as chat templates take it."""
@@ -190,12 +180,13 @@ class Prompts:
         return made
 
 
-_READERS = {
+READERS = {
     "/v1/completions": Prompts.completion,
     "/v1/chat/completions": Prompts.chat,
     "/v1/responses": Prompts.response,
     "/v1/messages": Prompts.message,
 }
+"""How the prompts of requests that ask for an answer are read, by path."""
 
 
 def load_prompts(settings: Settings, *, engine: str) -> Prompts:
@@ -206,7 +197,7 @@ def load_prompts(settings: Settings, *, engine: str) -> Prompts:
     """
     options = settings.options()
     if settings.is_tiny:
-        return Prompts(ByteTexts(), None, adds_special=False)
+        return Prompts(_bytes_of, None, adds_special=False)
     name = str(options.get("tokenizer") or settings.model)
     if engine == "reference" and name == "smollm2":
         from kvray.reference.checkpoint import find_smollm2
@@ -220,12 +211,17 @@ def load_prompts(settings: Settings, *, engine: str) -> Prompts:
     except Exception as error:  # a hub's, a file's, or of the checkpoint's own code
         raise KVRayError(f"The tokenizer of {name} cannot be loaded ({error}).") from error
     template = None if getattr(tokenizer, "chat_template", None) is None else tokenizer
-    return Prompts(Texts(tokenizer), template, adds_special=engine != "reference")
+    return Prompts(Texts(tokenizer).encode, template, adds_special=engine != "reference")
+
+
+def _bytes_of(text: str, *, adds_special: bool = False) -> Tokens:
+    """Return the tokens of the reference engine's random weights, which are bytes."""
+    return np.array(ByteTokenizer().encode(text), dtype=np.int32)
 
 
 def _text_of(part: Mapping[str, Any]) -> str:
     if part.get("type") not in ("text", "input_text", "output_text"):
-        raise CannotRender  # an image, a file
+        raise KVRayError("An image or a file is not rendered.")
     return str(part["text"])
 
 
@@ -235,12 +231,6 @@ def _called(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(function.get("arguments"), str):
         function["arguments"] = json.loads(function["arguments"] or "{}")
     return {**call, "function": function}
-
-
-def _function(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
-    about = {"name": name, "description": description, "parameters": parameters}
-    given = {key: one for key, one in about.items() if one is not None}
-    return {"type": "function", "function": given}
 
 
 def _call(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
@@ -258,7 +248,7 @@ def _of_item(item: Mapping[str, Any]) -> dict[str, Any]:
         return {"role": "assistant", "tool_calls": [call]}
     if kind == "function_call_output":
         return {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
-    raise CannotRender
+    raise KVRayError(f"An item of type {kind} is not rendered.")
 
 
 def _of_blocks(message: Mapping[str, Any]) -> Sequence[dict[str, Any]]:

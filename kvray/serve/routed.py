@@ -16,15 +16,14 @@ class Routed:
     """One request; pass a new one as `kvray_routed` to `choose_replica`, and to nothing else.
 
     Without it the router takes the first token to come when it predicted it. With another router
-    than kvray's it does nothing. The router may be on another event loop.
+    than kvray's it does nothing. The router may be on another event loop. Replicas go by their
+    names in kvray.
     """
 
     def __init__(self) -> None:
         self.is_sent = False
         self.here: frozenset[str] = frozenset()
-        """Serve replica ids, their unique parts, to whose nodes nothing would have to be brought: a
-        prefetch would gain nothing."""
-        self._has_token = False
+        """Replicas to whose nodes nothing would have to be brought: a prefetch gains nothing."""
         self._decisions: Decisions | None = None
         self._choice: Choice | None = None
 
@@ -32,15 +31,12 @@ class Routed:
         self,
         decisions: Decisions,
         request: str,
-        prefix: str,
         here: Iterable[str] = (),
         choice: Choice | None = None,
     ) -> None:
-        """Let the router hear what is told, on the running loop; names are `prefix` and an id."""
-        self._request, self._prefix, self.here = request, prefix, frozenset(here)
-        self._choice = choice
-        self._loop = asyncio.get_running_loop()
-        self._decisions = decisions
+        """Let the router hear what is told, on the running loop."""
+        self._request, self.here, self._choice = request, frozenset(here), choice
+        self._loop, self._decisions = asyncio.get_running_loop(), decisions
 
     def about(self, replica: str) -> dict[str, str | int | float]:
         """Return what the router predicted for a replica, as attributes of a span."""
@@ -53,9 +49,7 @@ class Routed:
             "kvray.route.first_token_s": cost.first_token_s,
             "kvray.route.queue_s": cost.queue_s,
             "kvray.tokens.pool": cost.pool_tokens,
-            "kvray.tokens.host": cost.tokens_from("host"),
-            "kvray.tokens.disk": cost.tokens_from("disk"),
-            "kvray.tokens.remote": cost.tokens_from("remote"),
+            **{f"kvray.tokens.{at}": cost.tokens_from(at) for at in ("host", "disk", "remote")},
         }
 
     def near_tokens(self, replica: str) -> int | None:
@@ -67,22 +61,20 @@ class Routed:
         ranked = () if self._choice is None else self._choice.ranked
         return next((one.cost for one in ranked if one.cost.replica == replica), None)
 
-    def sent(self, replica_id: str) -> None:
-        """Tell that the request goes to a replica, by the unique part of its Serve replica id."""
+    def sent(self, replica: str) -> None:
+        """Tell that the request goes to a replica."""
         self.is_sent = True
-        if self._decisions is not None:
-            self._tell(partial(self._decisions.sent, self._request, self._prefix + replica_id))
+        self._tell("sent", replica)
 
     def first_token(self) -> None:
-        """Tell that the first token is there; of later ones nothing is told."""
-        if self._decisions is not None and not self._has_token:
-            self._has_token = True
-            self._tell(partial(self._decisions.first_token, self._request))
+        """Tell that the first token is there. Twice is fine."""
+        self._tell("first_token")
 
     def over(self) -> None:
         """Tell that it has ended, however. Twice is fine."""
-        if self._decisions is not None:
-            self._tell(partial(self._decisions.over, self._request))
+        self._tell("over")
 
-    def _tell(self, what: "partial[None]") -> None:
-        self._loop.call_soon_threadsafe(partial(what, now=time.monotonic()))
+    def _tell(self, what: str, *about: str) -> None:
+        if self._decisions is not None:
+            call = partial(getattr(self._decisions, what), self._request, *about)
+            self._loop.call_soon_threadsafe(partial(call, now=time.monotonic()))

@@ -26,21 +26,10 @@ from kvray.actors.telemetry.metrics_export import MetricsThread
 from kvray.config import load_config
 from kvray.errors import ConfigError
 from kvray.identity.keys import pack_tokens
-from kvray.routing import (
-    PREFILL_STAT,
-    SLOWDOWN_STAT,
-    Decisions,
-    Outcomes,
-    Place,
-    PoolMatch,
-    Survey,
-)
+from kvray.routing import PREFILL_STAT, SLOWDOWN_STAT, Decisions, Outcomes, Place, PoolMatch, Survey
 from kvray.serve.routed import Routed
 
 _log = logging.getLogger("ray.serve")
-
-_ARGUMENTS = ("kvray_tokens", "kvray_salt", "kvray_lora")
-_ROUTED = "kvray_routed"
 
 
 class KvRayRouter(RequestRouter):
@@ -138,28 +127,27 @@ class KvRayRouter(RequestRouter):
         tokens, marks = _prompt_of(pending.args, pending.kwargs)
         with suppress(ConfigError):  # as whoever reads them finds
             tokens = tokens if tokens is None else pack_tokens(tokens)  # they are read twice
+        told = pending.kwargs.get("kvray_routed")
+        is_told, near = isinstance(told, Routed), list[str]()
         survey = choice = None
         if tokens is not None:
             survey = await self._surveys.survey(tokens, [*map(self._name, replicas)], **marks)
-        told = pending.kwargs.get(_ROUTED)
-        routed = told if isinstance(told, Routed) else None
         if survey is not None:
+            near = self._here(replicas, survey)
             pools = self._pools.match(tokens, **marks)
             here = [one for one in replicas if one.replica_id in self.curr_replicas]
             places = [self._place(self._name(one), one.routing_stats, pools) for one in here]
             if places:  # else they ended while the shard was asked
                 choice = await self._loads.choose(
-                    request, places, len(tokens), survey, is_told=routed is not None
+                    request, places, len(tokens), survey, is_told=is_told
                 )
-        is_told = routed is not None
         self._decisions.begin(request, choice, survey, now=time.monotonic(), is_told=is_told)
-        if routed is not None:
-            near = [] if survey is None else self._here(replicas, survey)
-            routed.follow(self._decisions, request, self._prefix, near, choice)
+        if isinstance(told, Routed):
+            told.follow(self._decisions, request, near, choice)
 
     def _here(self, replicas: Sequence[RunningReplica], survey: Survey) -> list[str]:
-        """Return the ids of replicas whose nodes have in memory what there is of a prompt."""
-        homes = {one.replica_id.unique_id: self._surveys.home(self._name(one)) for one in replicas}
+        """Return the replicas whose nodes have in memory what there is of a prompt."""
+        homes = {name: self._surveys.home(name) for name in map(self._name, replicas)}
         near = {node: survey.is_in_memory_of(node) for node in {*homes.values()} if node}
         return [name for name, node in homes.items() if near.get(node, False)]
 
@@ -186,13 +174,13 @@ def _two(replicas: Sequence[RunningReplica]) -> list[list[RunningReplica]]:
 
 def _prompt_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return a call's token ids, None if there are none, and what else its keys hang on."""
-    tokens = kwargs.get(_ARGUMENTS[0], args[0] if args else None)
+    tokens = kwargs.get("kvray_tokens", args[0] if args else None)
     is_tokens = isinstance(tokens, np.ndarray) or (
         isinstance(tokens, list) and all(type(one) is int for one in tokens[:1])
     )
     if not is_tokens or not len(tokens):
         return None, {}
-    return tokens, {"salt": kwargs.get(_ARGUMENTS[1]), "lora": kwargs.get(_ARGUMENTS[2])}
+    return tokens, {"salt": kwargs.get("kvray_salt"), "lora": kwargs.get("kvray_lora")}
 
 
 def figures_of(totals: dict[tuple[str, tuple[str, ...]], float]) -> Figures:

@@ -3,18 +3,17 @@
 import importlib.util
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from http.client import HTTPException
 from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import yaml
@@ -44,46 +43,40 @@ def engine_of(settings: Settings) -> str:
 def command_of(settings: Settings, port: int, directory: Path) -> list[str]:
     """Return the command that starts the engine's server on a port of this node.
 
-    TensorRT-LLM reads its options from a file, which is written into `directory`.
+    The engine's options have the connector among them. TensorRT-LLM reads them from a file, which
+    is written into `directory`.
 
     Raises:
         ConfigError: the settings' own command has a field that is none.
     """
-    engine, options = engine_of(settings), _options(settings)
-    path = directory / "options.yaml"
-    path.write_text(yaml.safe_dump(options))
-    if settings.command is not None:
-        fields = {"model": settings.model, "host": HOST, "port": port, "options": path}
-        try:
-            return [word.format(**fields) for word in settings.command]
-        except (KeyError, IndexError, ValueError) as error:
-            raise ConfigError(
-                f"command has a field that is none ({error!r}); there are"
-                f" {', '.join('{' + name + '}' for name in fields)}."
-            ) from None
+    model, options, path = settings.model, settings.options(), directory / "options.yaml"
     at = ["--host", HOST, "--port", str(port)]
-    if engine == "tensorrt_llm":
-        line = ["trtllm-serve", settings.model, *at, "--extra_llm_api_options", str(path)]
-    elif engine == "vllm":
-        name = ["--served-model-name", settings.served_name]
-        line = ["vllm", "serve", settings.model, *at, *name, *_flags(options)]
-    else:
-        line = [sys.executable, "-m", _REFERENCE_MODULE, *at, "--options", json.dumps(options)]
-    return [*line, *settings.server_args]
-
-
-def _options(settings: Settings) -> dict[str, Any]:
-    """Return the engine's options with the connector among them."""
-    engine, given = engine_of(settings), settings.options()
-    if engine == "vllm":
-        return {"kv_transfer_config": CONNECTOR, **given}
     events = {"event_buffer_max_size": _EVENTS_MAX} if settings.pool_events else {}
-    if engine == "reference":
-        named = {"model": settings.model, "served_name": settings.served_name}
-        return {**events, **given, **named, "connector": True}
-    cache = {"enable_partial_reuse": False, **(given.get("kv_cache_config") or {})}
-    pool = {**events, **cache, "enable_block_reuse": True}
-    return {**given, "kv_cache_config": pool, "kv_connector_config": asdict(KvConnectorConfig())}
+    match engine_of(settings):
+        case "vllm":
+            options = {"kv_transfer_config": CONNECTOR, **options}
+            name = ["--served-model-name", settings.served_name]
+            line = ["vllm", "serve", model, *at, *name, *_flags(options)]
+        case "reference":
+            named = {"model": model, "served_name": settings.served_name, "connector": True}
+            options = {**events, **options, **named}
+            line = [sys.executable, "-m", _REFERENCE_MODULE, *at, "--options", json.dumps(options)]
+        case _:
+            pool = {"enable_partial_reuse": False, **(options.get("kv_cache_config") or {})}
+            options["kv_cache_config"] = {**events, **pool, "enable_block_reuse": True}
+            options["kv_connector_config"] = asdict(KvConnectorConfig())
+            line = ["trtllm-serve", model, *at, "--extra_llm_api_options", str(path)]
+    path.write_text(yaml.safe_dump(options))
+    if settings.command is None:
+        return [*line, *settings.server_args]
+    fields = {"model": model, "host": HOST, "port": port, "options": path}
+    try:
+        return [word.format(**fields) for word in settings.command]
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConfigError(
+            f"command has a field that is none ({error!r}); there are"
+            f" {', '.join('{' + name + '}' for name in fields)}."
+        ) from None
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
@@ -114,28 +107,23 @@ class EngineServer:
         """
         self.name = name
         with socket.create_server((HOST, 0)) as free:
-            port = free.getsockname()[1]
-        self.url = f"http://{HOST}:{port}"
-        self._directory = tempfile.mkdtemp(prefix="kvray-serve-")
-        try:
-            command = command_of(settings, port, Path(self._directory))
-        except BaseException:
-            shutil.rmtree(self._directory)
-            raise
-        self._log = tempfile.TemporaryFile() if log is None else log.open("a+b")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvray.serve.keeper", self._directory, *command],
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **env},
-        )
-        self._closing = threading.Lock()
-
-    @property
-    def pid(self) -> int:
-        """The process that keeps the server, which is its child."""
-        return self._process.pid
+            self.port = free.getsockname()[1]
+        self.url = f"http://{HOST}:{self.port}"
+        with ExitStack() as opened:
+            # Its keeper removes the directory, too, if this process is killed.
+            made = TemporaryDirectory(prefix="kvray-serve-", ignore_cleanup_errors=True)
+            directory = opened.enter_context(made)
+            self._log = opened.enter_context(log.open("a+b") if log else TemporaryFile())  # noqa: SIM115
+            command = command_of(settings, self.port, Path(directory))
+            # What keeps the server, which is its child.
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvray.serve.keeper", directory, *command],
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **env},
+            )
+            self._opened = opened.pop_all()
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return when the server says that it is well.
@@ -145,10 +133,11 @@ class EngineServer:
         """
         deadline = time.monotonic() + timeout_s
         while not self.is_well(timeout_s=5.0):
-            if self._process.poll() is not None:
-                raise self._failure("has ended")
-            if time.monotonic() > deadline:
-                raise self._failure(f"was not ready within {timeout_s:.0f} s")
+            has_ended = self.process.poll() is not None
+            if has_ended or time.monotonic() > deadline:
+                what = "has ended" if has_ended else f"was not ready within {timeout_s:.0f} s"
+                said = last_words(self._log)
+                raise KVRayError(f"The engine {self.name} {what}. {said}".strip())
             time.sleep(_POLL_S)
 
     def is_well(self, *, timeout_s: float) -> bool:
@@ -159,25 +148,16 @@ class EngineServer:
         except (OSError, HTTPException):
             return False
 
-    def wait_end(self) -> None:
-        """Return when it is gone, however it ended."""
-        self._process.wait()
-
     def close(self) -> None:
         """End the server and all that it has started. Twice is fine."""
-        with self._closing:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            try:
-                self._process.wait(_TERM_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._log.close()
-            shutil.rmtree(self._directory, ignore_errors=True)  # if its keeper was killed
-
-    def _failure(self, what: str) -> KVRayError:
-        return KVRayError(f"The engine {self.name} {what}. {last_words(self._log)}".strip())
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(_TERM_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._opened.close()
 
 
 def log_path(name: str) -> Path | None:

@@ -25,7 +25,8 @@ from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig, load_config
 from kvray.reference import Replica
 from kvray.reference.tokenizer import ByteTokenizer
-from kvray.serve.render import ByteTexts, Prompts
+from kvray.serve import Settings
+from kvray.serve.render import load_prompts
 from tests.kit.ray.command_line import ROOT, Shell, free_port, open_shell
 from tests.waiting import wait_for
 
@@ -393,7 +394,7 @@ class Alone:
     """An engine without any cache of blocks, and the answers it gives."""
 
     def __init__(self) -> None:
-        self._prompts = Prompts(ByteTexts(), None, adds_special=False)
+        self._prompts = load_prompts(Settings(model="tiny"), engine="reference")
         self._engine = Replica.start(
             "alone", model="tiny", num_threads=1, enable_chunked_prefill=True
         )

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 import kvray.serve.dispatch
 from kvray.client import Prefetched
 from kvray.errors import ConfigError, ShardUnavailable
-from kvray.serve.dispatch import Dispatcher, Prefetcher, RequestError, first_choice
+from kvray.serve.dispatch import Dispatcher, Prefetcher, RequestError
 from kvray.serve.engine import Forwarded, Head
 from kvray.serve.render import Hint
 from kvray.serve.routed import Routed
@@ -73,36 +73,30 @@ class Decisions:
         self.told.append(f"{request} is over")
 
 
-class OldHandle:
-    """As the handle of a Serve that chooses as it hands over."""
-
-    def __init__(self, *answers: list[Any]) -> None:
-        self.log: list[str] = []
-        self.answers = [Answer(events) for events in answers]
-        self._left = iter(self.answers)
-
-    def options(self, **_: Any) -> "OldHandle":
-        return self
-
-    def remote(self, asked: Forwarded) -> Answer:
-        assert asked == ASKED
-        self.log.append("remote")
-        return next(self._left)
-
-
-class Handle(OldHandle):
-    """As the handle of Ray 2.60's Serve, whose router takes replicas `a`, `b` and so on."""
+class Handle:
+    """As the handle of Ray's Serve, whose router takes replicas `a`, `b` and so on."""
 
     def __init__(
-        self, *answers: list[Any], failure: Exception | None = None, frozen: str = ""
+        self,
+        *answers: list[Any],
+        failures: Sequence[Exception | None] = (),
+        frozen: str = "",
     ) -> None:
-        super().__init__(*answers)
+        self.log: list[str] = []
+        self.asked: list[Forwarded] = []
+        self.answers = [Answer(events) for events in answers]
+        self._left = iter(self.answers)
         self._ids = iter("abc")
-        self._failure = failure
+        self._failures = iter(failures)
         self._frozen = frozen
         self.is_thawed = asyncio.Event()
+        self.thaws_at = 0
+        self.contexts: list[str] = []
         self.decisions = Decisions()
         self.here: list[str] = []
+
+    def options(self, **_: Any) -> "Handle":
+        return self
 
     @asynccontextmanager
     async def choose_replica(
@@ -111,12 +105,15 @@ class Handle(OldHandle):
         assert (kvray_tokens is HINT.tokens, kvray_salt) == (True, HINT.salt)
         told: Any = self.decisions
         request = f"request {self.decisions.count()}"
-        kvray_routed.follow(told, request, "engine-", self.here)
-        if self._failure is not None:
-            raise self._failure
+        kvray_routed.follow(told, request, self.here)
+        self.contexts.append(_get_serve_request_context()._internal_request_id)
+        if len(self.contexts) == self.thaws_at:
+            self.is_thawed.set()
+        if failure := next(self._failures, None):
+            raise failure
         choice = SimpleNamespace(replica_id=next(self._ids))
         try:
-            if choice.replica_id == self._frozen:
+            if choice.replica_id in self._frozen:
                 await self.is_thawed.wait()
             self.log.append(f"choose {choice.replica_id}")
             yield choice
@@ -124,7 +121,7 @@ class Handle(OldHandle):
             self.log.append(f"leave {choice.replica_id}")
 
     def dispatch(self, choice: Any, asked: Forwarded, num_computed: int | None) -> Answer:
-        assert asked == ASKED
+        self.asked.append(asked)
         self.log.append(f"dispatch {choice.replica_id}")
         return next(self._left)
 
@@ -153,13 +150,18 @@ def dispatcher(
     timeout_s: float = 20.0,
     queued_max: int = 8,
 ) -> Dispatcher:
+    options = {"request_timeout_s": timeout_s, "queued_max": queued_max}
+    made = Dispatcher(handle, Settings(prefetch_timeout_s=0, **options))
     asked: Any = prefetcher or Bringer(handle.log)
-    return Dispatcher(handle, asked, request_timeout_s=timeout_s, queued_max=queued_max)
+    made._prefetcher = asked
+    return made
 
 
 async def listen(handle: Any, *args: Any, **options: Any) -> list[Any]:
     """Return all of an answer."""
-    return [one async for one in dispatcher(handle, *args, **options).forward(ASKED, HINT)]
+    said = [one async for one in dispatcher(handle, *args, **options).forward(ASKED, HINT)]
+    assert [*{id(one) for one in handle.asked}] == [id(ASKED)]
+    return said
 
 
 def head(name: str, **more: str) -> Head:
@@ -197,7 +199,7 @@ async def test_a_replica_that_is_gone_is_passed_over():
 
 
 async def test_a_silent_replica_is_passed_over_and_its_request_cancelled(monkeypatch):
-    monkeypatch.setattr("kvray.serve.dispatch._TAKE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvray.serve.dispatch._TAKEN_S", (0.05, 0.05, 20.0))
     handle = Handle(["silence"], whole("b"))
     assert await listen(handle) == [head("b"), b"text"]
     assert [answer.is_cancelled for answer in handle.answers] == [True, False]
@@ -228,6 +230,7 @@ async def test_a_request_that_fails_has_its_status(handle, timeout_s, status, wo
     with pytest.raises(RequestError, match=words) as failed:
         await listen(asked, timeout_s=timeout_s)
     assert failed.value.status == status
+    await asyncio.sleep(0)
     assert asked.log[-1:] == log_ends
 
 
@@ -279,13 +282,21 @@ async def test_a_client_that_goes_while_it_waits_for_an_engine_leaves_nothing(mo
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
+    await asyncio.sleep(0)
     assert (made._num_queued, handle.log) == (0, ["leave a"])
 
 
-async def test_a_choice_that_does_not_come_gets_a_second_one_beside_it(monkeypatch):
+@pytest.fixture
+def rival_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second choice begins at once."""
+    monkeypatch.setattr("kvray.serve.dispatch._PLACED_S", 0.02)
     monkeypatch.setattr("kvray.serve.dispatch._RIVAL_S", 0.05)
+
+
+async def test_a_choice_that_does_not_come_gets_a_second_one_beside_it(rival_soon):
     handle = Handle(whole("b"), frozen="a")
     assert await listen(handle) == [head("b"), b"text"]
+    await asyncio.sleep(0)
     assert handle.log == ["choose b", "bring to engine-b", "dispatch b", "leave b", "leave a"]
 
 
@@ -295,18 +306,6 @@ async def test_an_answer_that_nobody_hears_is_cancelled():
     await anext(events)
     await events.aclose()
     assert handle.answers[0].is_cancelled
-
-
-async def test_without_choose_replica_serve_chooses_and_the_log_says_it_once(monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr("kvray.serve.dispatch._log.warning", said.append)
-    handle = OldHandle(whole("a"), whole("b"))
-    asked = dispatcher(handle)
-    for name in "ab":
-        assert [one async for one in asked.forward(ASKED, HINT)] == [head(name), b"text"]
-    assert handle.log == ["remote", "remote"]
-    assert len(said) == 1
-    assert said[0].endswith("kvray prefetches nothing.")
 
 
 async def test_what_was_brought_is_told_as_tokens_that_are_near():
@@ -319,7 +318,7 @@ async def test_what_was_brought_is_told_as_tokens_that_are_near():
 
 async def test_nothing_is_brought_to_a_replica_that_has_all_in_its_nodes_memory():
     handle = Handle(whole("a"))
-    handle.here = ["a", "b"]
+    handle.here = ["engine-a", "engine-b"]
     await listen(handle)
     assert handle.log == ["choose a", "dispatch a", "leave a"]
 
@@ -327,71 +326,27 @@ async def test_nothing_is_brought_to_a_replica_that_has_all_in_its_nodes_memory(
 FULL = BackPressureError(num_queued_requests=1, max_queued_requests=1)
 
 
-def choices(log: list[str], *comes: asyncio.Event | Exception) -> Any:
-    """Return what makes choices, which come when their events are set, or fail."""
-    left = iter(enumerate(comes))
-
-    @asynccontextmanager
-    async def choose() -> AsyncIterator[int]:
-        number, comes = next(left)
-        if isinstance(comes, Exception):
-            raise comes
-        await comes.wait()
-        log.append(f"enter {number}")
-        try:
-            yield number
-        finally:
-            log.append(f"leave {number}")
-
-    return choose
+async def test_a_choice_that_fails_is_made_again_also_a_second_one(rival_soon):
+    handle = Handle(whole("a"), failures=[FULL])
+    assert await listen(handle) == [head("a"), b"text"]
+    handle = Handle(whole("b"), failures=[None, FULL], frozen="a")
+    assert await listen(handle) == [head("b"), b"text"]
 
 
-async def test_a_choice_that_comes_too_late_goes_back_while_the_other_is_used():
-    late, now, log = asyncio.Event(), asyncio.Event(), []
-    now.set()
-    async with first_choice(choices(log, late, now), rival_s=0.0, timeout_s=20.0) as chosen:
-        assert chosen == 1
-        late.set()
-        await asyncio.sleep(0.01)
-        assert log == ["enter 1", "enter 0", "leave 0"]
-    assert log[-1] == "leave 1"
+async def test_a_choice_that_comes_with_the_used_one_goes_back(rival_soon):
+    handle = Handle(whole("a"), frozen="ab")
+    handle.thaws_at = 2
+    assert len(await listen(handle)) == 2
+    assert {"choose a", "choose b", "leave a", "leave b"} < {*handle.log}
+    assert sum("dispatch" in line for line in handle.log) == 1
 
 
-async def test_a_second_choice_that_fails_changes_nothing():
-    comes = asyncio.Event()
-    asyncio.get_running_loop().call_later(0.02, comes.set)
-    async with first_choice(choices([], comes, FULL), rival_s=0.0, timeout_s=20.0) as chosen:
-        assert chosen == 0
-
-
-async def test_a_first_choice_that_fails_is_the_failure():
-    with pytest.raises(BackPressureError):
-        async with first_choice(choices([], FULL), rival_s=20.0, timeout_s=20.0):
-            pass
-
-
-async def test_what_the_block_raises_gives_the_choice_back():
-    comes, log = asyncio.Event(), []
-    comes.set()
-    with pytest.raises(KeyError):
-        async with first_choice(choices(log, comes), rival_s=20.0, timeout_s=20.0):
-            raise KeyError("of the block")
-    assert log == ["enter 0", "leave 0"]
-
-
-async def test_each_choice_is_a_request_of_its_own_for_serve():
-    seen = []
-
-    @asynccontextmanager
-    async def choose() -> AsyncIterator[None]:
-        seen.append(_get_serve_request_context())
-        await asyncio.sleep(0.05)
-        yield
-
+async def test_each_choice_is_a_request_of_its_own_for_serve(rival_soon):
     _set_request_context(_internal_request_id="caller's", request_id="client's")
-    async with first_choice(choose, rival_s=0.0, timeout_s=20.0):
-        assert _get_serve_request_context()._internal_request_id == "caller's"
-    assert [one._internal_request_id for one in seen] == ["", ""], "Serve makes one of its own"
+    handle = Handle(whole("b"), frozen="a")
+    await listen(handle)
+    assert _get_serve_request_context()._internal_request_id == "caller's"
+    assert handle.contexts == ["", ""], "Serve makes one of its own"
 
 
 BROUGHT = Prefetched(num_tokens=2, staged_tokens=2, reason="none")
@@ -462,7 +417,3 @@ async def test_a_request_that_cannot_be_prefetched_costs_the_others_nothing(
     client.failures.clear()
     assert await bring(prefetcher, "a") == [BROUGHT]
     assert caplog.text.count("names no tenant") == 1, "once is enough"
-
-
-async def test_without_time_nothing_is_asked():
-    assert await bring(Prefetcher(Settings(prefetch_timeout_s=0)), "a") == [None]

@@ -1,10 +1,10 @@
 """A Serve replica without Serve: an engine that hangs, callers that go."""
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import closing
 from typing import Any
 
 import psutil
@@ -62,13 +62,6 @@ async def listen(
     return head, b"".join(chunks)
 
 
-async def listen_once(engine: Any, prompt: Sequence[int]) -> None:
-    """Have a prompt computed, on a loop that ends with it."""
-    await listen(engine, 1, prompt)
-    await engine._session.close()
-    engine._session = None
-
-
 async def finish(asked: Any) -> str:
     """Return why an answer ended."""
     head, body = await asyncio.wait_for(asked, DEADLINE_S)
@@ -78,15 +71,15 @@ async def finish(asked: Any) -> str:
 
 def server_of(engine: Any) -> psutil.Process:
     """Return the server, which the process that keeps it has started."""
-    (found,) = psutil.Process(engine._server.pid).children()
+    (found,) = psutil.Process(engine._server.process.pid).children()
     return found
 
 
 def test_a_router_knows_what_the_engine_has_and_has_evicted(engine):
-    with closing(Pools()) as pools:
+    with contextlib.closing(Pools()) as pools:
         pools.follow({"engine-0": engine.record_routing_stats()})
         prompts = [[3 + (at * (number + 7)) % 250 for at in range(1000)] for number in range(6)]
-        asyncio.run(listen_once(engine, prompts[0]))
+        asyncio.run(listen(engine, 1, prompts[0]))
 
         def tokens(prompt: list[int]) -> int | None:
             found = pools.match(prompt).get("engine-0")
@@ -95,59 +88,70 @@ def test_a_router_knows_what_the_engine_has_and_has_evicted(engine):
         wait_for(lambda: tokens(prompts[0]) == 992, "all full blocks of the prompt")
         assert tokens(prompts[1]) == 0
         for prompt in prompts[1:]:
-            asyncio.run(listen_once(engine, prompt))
+            asyncio.run(listen(engine, 1, prompt))
         wait_for(lambda: tokens(prompts[0]) == 0, "their eviction")
         wait_for(lambda: tokens(prompts[-1]) == 992, "the blocks of the last one")
 
 
-@pytest.fixture
-async def fresh(engine: Any) -> AsyncIterator[Any]:
-    """The engine, with connections of this test's loop."""
-    yield engine
-    await engine._session.close()
-    engine._session = None
-
-
 @pytest.mark.anyio
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_engine_that_hangs_is_unhealthy_and_an_idle_one_is_not(fresh, stream):
-    await listen(fresh, 2, stream=stream)
+async def test_an_engine_that_hangs_is_unhealthy_and_an_idle_one_is_not(engine, stream):
+    await listen(engine, 2, stream=stream)
     await asyncio.sleep(2 * STALL_S)
-    await fresh.check_health()  # nothing is under way
-    server = server_of(fresh)
+    await engine.check_health()  # nothing is under way
+    server = server_of(engine)
     server.suspend()
     try:
-        asked = asyncio.create_task(listen(fresh, 2, stream=stream))
+        asked = asyncio.create_task(listen(engine, 2, stream=stream))
         await asyncio.sleep(STALL_S / 2)
-        await fresh.check_health()
+        await engine.check_health()
         await asyncio.sleep(STALL_S)
         with pytest.raises(KVRayError, match="said nothing for"):
-            await fresh.check_health()
+            await engine.check_health()
     finally:
         server.resume()
     head, _ = await asyncio.wait_for(asked, DEADLINE_S)
     assert head.status == 200
-    await fresh.check_health()
+    await engine.check_health()
 
 
 @pytest.mark.anyio
-async def test_a_stream_that_opens_beside_a_long_silent_answer_is_not_its_silence(
-    fresh, monkeypatch
-):
-    whole = asyncio.create_task(listen(fresh, LONG_TOKENS))
+async def test_a_stream_that_opens_beside_a_long_silent_answer_is_not_its_silence(engine):
+    whole = asyncio.create_task(listen(engine, LONG_TOKENS))
     await asyncio.sleep(2 * STALL_S)
-    await fresh.check_health()
+    await engine.check_health()
     asked = Forwarded(
         "POST",
         "/v1/completions",
         [(b"content-type", b"application/json")],
         json.dumps({"model": "tiny", "prompt": [5], "max_tokens": 2, "stream": True}).encode(),
     )
-    pieces = fresh.forward(asked, 1)
+    pieces = engine.forward(asked, 1)
     assert [await anext(pieces), type(await anext(pieces))] == ["engine-0", Head]
-    await fresh.check_health()
+    await engine.check_health()
     await pieces.aclose()
     whole.cancel()
+
+
+@contextlib.asynccontextmanager
+async def standing_in(
+    monkeypatch: pytest.MonkeyPatch, engine: Any, answer: bytes
+) -> AsyncIterator[list[bytes]]:
+    """Have a server that answers so stand in for the engine's; yield the heads that it gets."""
+    heard: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    monkeypatch.setattr(engine._server, "port", server.sockets[0].getsockname()[1])
+    try:
+        yield heard
+    finally:
+        server.close()
 
 
 ODD = {
@@ -159,46 +163,70 @@ ODD = {
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ODD)
-async def test_odd_heads_are_passed_on_and_errors_have_no_secrets(fresh, monkeypatch, name):
+async def test_odd_heads_are_passed_on_and_errors_have_no_secrets(engine, monkeypatch, name):
+    monkeypatch.setattr("kvray.serve.engine._LEAVE_S", 0.1)
     status, header, error = ODD[name]
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 %s\r\n%s\r\ncontent-length: 0\r\n\r\n" % (status, header))
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    host, port = server.sockets[0].getsockname()
-    monkeypatch.setattr(fresh._server, "url", f"http://{host}:{port}")
     asked = Forwarded("GET", "/v1/models", [(b"authorization", b"Bearer secret")], b"")
-    try:
+    answer = b"HTTP/1.1 %s\r\n%s\r\ncontent-length: 0\r\n\r\n" % (status, header)
+    async with standing_in(monkeypatch, engine, answer):
         if error is None:
-            _, head, *_ = [one async for one in fresh.forward(asked, None)]
+            _, head, *_ = [one async for one in engine.forward(asked, None)]
             assert head.status == 200
         else:
             with pytest.raises(KVRayError, match=error) as refused:
-                [one async for one in fresh.forward(asked, None)]
+                [one async for one in engine.forward(asked, None)]
             assert "secret" not in str(refused.value)
-    finally:
-        server.close()
+
+
+LATIN = b"caf\xe9 \xc3\xa9"
+"""A byte that is no UTF-8, and two that are."""
 
 
 @pytest.mark.anyio
-async def test_a_caller_that_goes_leaves_no_request(fresh):
-    asked = asyncio.create_task(listen(fresh, LONG_TOKENS, stream=True))
+async def test_headers_travel_byte_for_byte_but_for_those_of_one_connection(engine, monkeypatch):
+    headers = [
+        (b"host", b"example.org"),
+        (b"x-name", LATIN),
+        (b"connection", b"close, X-Hop"),
+        (b"x-hop", b"1"),
+        (b"te", b"trailers"),
+        (b"content-length", b"7"),
+    ]
+    answer = (
+        b"HTTP/1.1 200 OK\r\nX-Name: %s\r\nConnection: x-hop\r\nX-HOP: 1\r\nKeep-Alive: 5\r\n"
+        b"Content-Length: 2\r\n\r\nhi" % LATIN
+    )
+    async with standing_in(monkeypatch, engine, answer) as heard:
+        asked = Forwarded("POST", "/v1/\xe9?q=%20'", headers, b"{}")
+        _, head, *body = [one async for one in engine.forward(asked, None)]
+    assert heard[0].split(b"\r\n") == [
+        b"POST /v1/%E9?q=%20' HTTP/1.1",
+        b"host: example.org",
+        b"x-name: " + LATIN,
+        b"content-length: 2",
+        b"connection: close",
+        b"",
+        b"",
+    ]
+    assert head == Head(200, [(b"X-Name", LATIN), (b"Content-Length", b"2")])
+    assert body == [b"hi", b""]
+
+
+@pytest.mark.anyio
+async def test_a_caller_that_goes_leaves_no_request(engine):
+    asked = asyncio.create_task(listen(engine, LONG_TOKENS, stream=True))
     await asyncio.sleep(0.5)
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
-    assert (fresh._num_open, fresh._num_waiting, fresh._num_streams) == (0, 0, 0)
+    assert (engine._num_open, engine._num_waiting, engine._num_streams) == (0, 0, 0)
     # One request at a time has the whole engine: a short one does not wait for the long one's end.
-    assert await finish(listen(fresh, 2)) == "length"
+    assert await finish(listen(engine, 2)) == "length"
 
 
 @pytest.mark.anyio
-async def test_what_the_server_refuses_is_its_own_answer(fresh):
-    head, body = await listen(fresh, 100_000)
+async def test_what_the_server_refuses_is_its_own_answer(engine):
+    head, body = await listen(engine, 100_000)
     assert head.status == 400
     assert "do not fit" in json.loads(body)["error"]["message"]
     assert (b"content-type", b"application/json") in head.headers
@@ -216,7 +244,17 @@ async def test_a_replica_ends_with_its_engine_and_refuses_no_request_before(star
     with pytest.raises(asyncio.TimeoutError):  # Serve tells the caller that the process ended
         await asyncio.wait_for(listen(engine, 2), 1.0)
     assert has_left.wait(DEADLINE_S)
-    await engine._session.close()
+    engine.__del__()
+
+
+def test_a_replica_whose_keeper_is_killed_leaves_no_directory(start, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    has_left = threading.Event()
+    engine = start(has_left.set)
+    assert len(list(tmp_path.iterdir())) == 1
+    engine._server.process.kill()
+    assert has_left.wait(DEADLINE_S)
+    assert list(tmp_path.iterdir()) == []
     engine.__del__()
 
 

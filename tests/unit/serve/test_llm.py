@@ -15,11 +15,9 @@ serve = pytest.importorskip("ray.serve")
 _TRANSFER = "ray.llm._internal.serve.engines.vllm.kv_transfer"
 
 
-@pytest.fixture(params=["BaseConnectorBackend", "DefaultConnectorBackend"])
-def registered(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[dict[str, Any]]:
-    """Import it; return what is registered. Older versions of Ray have no default backend."""
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Import it; return what is registered."""
 
     class Backend:
         def __init__(self, config: dict[str, Any]) -> None:
@@ -30,8 +28,9 @@ def registered(
     for end in range(2, len(parts) + 1):
         name = ".".join(parts[:end])
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    package: Any = sys.modules[_TRANSFER]
-    package.base = SimpleNamespace(**{"BaseConnectorBackend": Backend, request.param: Backend})
+    base: Any = ModuleType(f"{_TRANSFER}.base")
+    base.DefaultConnectorBackend = Backend
+    monkeypatch.setitem(sys.modules, base.__name__, base)
     factory: Any = ModuleType(f"{_TRANSFER}.factory")
     factory.KVConnectorBackendFactory = SimpleNamespace(
         is_registered=found.__contains__, register_backend=found.__setitem__

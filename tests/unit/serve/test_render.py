@@ -102,7 +102,7 @@ def smollm2() -> Any:
 
 
 def rendered(tokenizer: Any, path: str, **asked: Any) -> str:
-    prompts = Prompts(Texts(tokenizer), tokenizer, adds_special=True)
+    prompts = Prompts(Texts(tokenizer).encode, tokenizer, adds_special=True)
     hint = prompts.hint(path, json.dumps(asked).encode())
     assert isinstance(hint, Hint)
     return str(tokenizer.decode(hint.tokens.tolist()))

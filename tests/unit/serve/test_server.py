@@ -96,6 +96,16 @@ def test_a_server_that_does_not_start_says_what_it_printed():
     server.close()
 
 
+@pytest.mark.parametrize("what", ["log", "process"])
+def test_a_server_that_cannot_be_started_leaves_no_directory(tmp_path, monkeypatch, what):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    log = None if what == "process" else tmp_path
+    env = {"A": "\0"} if what == "process" else {}
+    with pytest.raises((ValueError, IsADirectoryError)):
+        EngineServer("engine-0", Settings(command=["true"]), env=env, log=log)
+    assert list(tmp_path.iterdir()) == []
+
+
 SPAWNS = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
