@@ -8,6 +8,8 @@ the union of the methods that those versions call, so one connector serves all o
 from __future__ import annotations
 
 import importlib
+import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -103,6 +105,17 @@ def asks_every_rank() -> bool:
 def takes_offers_later() -> bool:
     """Whether the runtime may come back for an offer after passes, until it cancels it."""
     return hasattr(KvCacheConnectorScheduler, "cancel_load")
+
+
+def version_numbers() -> list[int]:
+    """Return TensorRT-LLM's version, comparable: major, minor, patch, candidate.
+
+    A release is behind all of its candidates; a runtime that names no version is behind all.
+    """
+    tensorrt_llm = sys.modules.get("tensorrt_llm")
+    version = getattr(tensorrt_llm, "__version__", None)
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)(?:rc(\d+))?", str(version))
+    return [99 if one is None else int(one) for one in found.groups()] if found else [99]
 
 
 if not TYPE_CHECKING:

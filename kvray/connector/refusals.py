@@ -9,6 +9,7 @@ cleanly on each.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kvray.connector.base import version_numbers
 from kvray.engine.engine_args import CheckpointConfig, EngineArgs, field_of, number_of, text_of
 from kvray.errors import ConfigError
 
@@ -172,6 +173,15 @@ def _transfers(llm_args: Any) -> Reasons:
         field_of(transfers, "enable_pipelined_transfer") is True,
         "Blocks that are sent while their pass still runs may not be loaded yet; set"
         " cache_transceiver_config.enable_pipelined_transfer to false.",
+    )
+    # A block that is pinned for a transfer comes into the free queue twice: #12667. From
+    # #11247 on blocks are pinned for partial reuse alone.
+    cache, version = field_of(llm_args, "kv_cache_config"), version_numbers()
+    is_kept = version < [1, 3, 0, 6] or field_of(cache, "enable_partial_reuse") is not False
+    yield (
+        [1, 2] <= version < [1, 3, 0, 11] and is_kept,
+        "Before 1.3.0rc11 a context server may give one page to two requests; upgrade TensorRT-LLM,"
+        " or from 1.3.0rc6 on set kv_cache_config.enable_partial_reuse to false.",
     )
 
 

@@ -16,7 +16,6 @@ Source: `llmapi/rlhf_utils.py`, `pyexecutor/py_executor.py` and `pyexecutor/mode
 import functools
 import inspect
 import logging
-import re
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kvray.config import load_config
-from kvray.connector.base import asks_every_rank, takes_offers_later
+from kvray.connector.base import asks_every_rank, takes_offers_later, version_numbers
 from kvray.connector.refusals import refuse_unsupported
 from kvray.engine.engine_args import (
     CheckpointConfig,
@@ -280,11 +279,7 @@ def _reuses_unwritten() -> bool:
     Source: `WindowBlockManager::releaseBlocks` of the first cache manager. Its mend is #12673, of
     April 2026; the first release candidate that has it for sure is taken.
     """
-    tensorrt_llm = sys.modules.get("tensorrt_llm")
-    version = getattr(tensorrt_llm, "__version__", None)
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)(?:rc(\d+))?", str(version))
-    numbers = [99 if one is None else int(one) for one in found.groups()] if found else [99]
-    return numbers < [1, 3, 0, 14]
+    return version_numbers() < [1, 3, 0, 14]
 
 
 def _engine_version() -> str:

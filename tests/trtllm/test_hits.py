@@ -11,6 +11,7 @@ from tests.trtllm.conftest import PROMPT, MakeEngine
 from tests.trtllm.engine import Engine
 from tests.trtllm.llm_request import LlmRequest
 from tests.trtllm.memory import BLOCK, MLA, with_dtype
+from tests.trtllm.version import on
 from tests.waiting import wait_for
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -195,6 +196,7 @@ SENDING = {
 Its pages stay until the other server and the saves have them."""
 
 
+@on("v1_3rc", "main_line", "feature_branch")
 @pytest.mark.parametrize("options", [{}, {"chunk": 2 * BLOCK}, {"num_ranks": 2}], ids=str)
 def test_context_servers_load_and_send_what_another_has_computed(on_device, make_engine, options):
     servers = [make_engine(num_pages=48, **options, **SENDING) for _ in range(2)]

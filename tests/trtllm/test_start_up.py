@@ -246,7 +246,22 @@ def test_a_context_server_s_file_ends_with_what_connector_config_writes_and_star
     assert written.endswith(render(Path(f"/etc/kvray/kvray-{number}.yaml")))
     settings = yaml.safe_load(written)
     version.KvCacheConnectorConfig(**settings.pop("kv_connector_config"))
+    if version.name == "v1_2":
+        with pytest.raises(ConfigError, match="one page to two requests"):
+            version.construct(**arguments(settings))
+        return
     version.start(**arguments(settings))
+
+
+@on("v1_3rc", "main_line")
+def test_context_servers_with_partial_reuse_are_refused_where_pages_get_two_owners(version):
+    settings = arguments(read("context-0"))
+    settings["cache"] = {**settings["cache"], "enable_partial_reuse": True}
+    if version.name == "main_line":
+        version.start(**settings)
+        return
+    with pytest.raises(ConfigError, match="enable_partial_reuse to false"):
+        version.construct(**settings)
 
 
 def test_the_generation_server_has_no_connector_and_would_not_start_with_one(version):
