@@ -57,10 +57,14 @@ class RequestReader:
         lora: bytes | None = None
         if request.lora_request is not None:
             asked = request.lora_request
-            # A name on a hub may mean other weights by now than those that vLLM has loaded.
-            if asked.load_inplace or not Path(asked.lora_path).exists():
+            if asked.load_inplace:
                 return None
-            lora = self._adapters.fingerprint(asked.lora_int_id, asked.lora_path)
+            try:
+                lora = self._adapters.fingerprint(asked.lora_int_id, asked.lora_path)
+            except ConfigError:
+                if Path(asked.lora_path).is_absolute():
+                    raise
+                # A name on a hub may mean other weights by now than those that vLLM has loaded.
             if lora is None:
                 return None
         return Identity(salt=request.cache_salt, lora=lora, media=media)

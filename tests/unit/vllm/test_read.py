@@ -109,6 +109,9 @@ def test_adapters_differ_by_their_bytes_and_ones_loaded_in_place_bypass(
     assert reader.read(request(lora_request=asked), 7, 0) is None
     named = SimpleNamespace(lora_int_id=3, lora_path="someone/adapter", load_inplace=False)
     assert reader.read(request(lora_request=named), 7, 0) is None
+    named.lora_path = str(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="nowhere"):
+        reader.read(request(lora_request=named), 7, 0)
 
 
 # Each layer's bytes of a block are found where the configuration says.
