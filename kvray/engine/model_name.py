@@ -138,7 +138,7 @@ class ModelName:
 
 
 _ADAPTERS_MAX = 2**16
-"""Adapters remembered; requests of further ones bypass the cache until the engine restarts."""
+"""What adapters are known by; requests of further ones bypass until the engine restarts."""
 _AT_ONCE_MAX = 4
 """Adapters read at once, and adapters whose files are looked at at once."""
 _WAIT_S = 0.05
@@ -148,7 +148,7 @@ _WAIT_S = 0.05
 @dataclass(slots=True, kw_only=True)
 class _Adapter:
     path: str
-    stamp: "Future[str]"  # of the first look; crosses from the thread that looks
+    stamp: "Future[str] | None" = None  # of the first look; crosses from the thread that looks
     fingerprint: "Future[str] | None" = None  # crosses from the thread that reads the files
     has_changed: bool = False
 
@@ -156,50 +156,54 @@ class _Adapter:
 class Adapters:
     """Fingerprints of adapters, for the leader alone; its executor thread is the only caller.
 
-    An engine reads an adapter at the first request of its task and notices neither another path
-    nor other bytes there, until it drops the adapter and reads it again. Once a task's files have
-    changed, nobody can tell from here which ones the engine computes with, so its requests bypass
-    the cache from then on.
+    An engine reads an adapter at the first request of its number and notices neither another path
+    nor other bytes there, until it drops the adapter and reads it again. vLLM numbers each load
+    of an adapter, and keeps blocks of earlier loads by name and path. So an adapter is known here
+    by all that its engine goes by. Once its files have changed, or a number has another path,
+    nobody can tell from here which ones the engine computes with, or has computed blocks with, so
+    requests bypass the cache from then on. Source: `_gen_lora_extra_hash_keys` in
+    `vllm/v1/core/kv_cache_utils.py` of vLLM 0.32.
 
     Each request looks at the files' stamps; their content is read once, unless it is known on this
     machine. Threads do both, as a file system may answer late or never; for a look that makes some
     0.1 ms of 30 us. While a look is late, its adapter bypasses; while `_AT_ONCE_MAX` are, all do.
     No request goes by an earlier one's look, since files may have been replaced in between. What
-    goes unnoticed: files that are replaced between the engine's reading and the task's first look
-    here, or between a request's look and a reading that the engine makes after it. So give a new
-    version of an adapter a new number.
+    goes unnoticed: files that are replaced between the engine's reading and the adapter's first
+    look here, or between a request's look and a reading that the engine makes after it. So give a
+    new version of an adapter a number, name and path of its own.
     """
 
     def __init__(self, *, settings: str, cache_dir: Path | None) -> None:
         self._settings = settings.encode()
         self._cache_dir = cache_dir
-        self._known: dict[int, _Adapter] = {}
+        self._known: dict[int | tuple[str, str], _Adapter] = {}
         self._looks: dict[str, Future[str]] = {}  # under way, by path
         self._readings: dict[str, Future[str]] = {}
 
-    def fingerprint(self, task_id: int, path: str) -> bytes | None:
+    def fingerprint(self, task_id: int, path: str, *, cached_as: str = "") -> bytes | None:
         """Return what identifies an adapter, which the engine knows by number and path.
 
-        None: that is not known, or not yet. ConfigError: there is none, or it cannot be read.
+        `cached_as` is its name, if name and path are in the keys of the engine's own cache. None:
+        that is not known, or not yet. ConfigError: there is none, or it cannot be read.
         """
-        known = self._known.get(task_id)
-        if known is None and len(self._known) >= _ADAPTERS_MAX:
+        names = (task_id, (cached_as, path)) if cached_as else (task_id,)
+        found = [self._known[name] for name in names if name in self._known]
+        known = found[0] if found else _Adapter(path=path)
+        if any(one is not known or one.path != path for one in found):
+            _doubt(found, task_id, path)
+        if len(found) < len(names) and len(self._known) >= _ADAPTERS_MAX:
             return None
-        if known is not None and not known.has_changed and path != known.path:
-            _doubt(known, task_id, path)
-        if known is not None and known.has_changed:
-            return None
-        look = _begin(self._looks, path, partial(stamp_model, path))
+        self._known.update(dict.fromkeys(names, known))
+        look = None if known.has_changed else _begin(self._looks, path, partial(stamp_model, path))
         if look is None:
             return None
         # The stamp comes first: what changes while it is read shows at the next request.
-        known = self._known.setdefault(task_id, _Adapter(path=path, stamp=look))
+        if known.stamp is None or known.stamp.exception() is not None:
+            known.stamp = look
         if not look.done():
             return None
-        if known.stamp.exception() is not None:
-            del self._known[task_id]  # the next request tries again
         if look.result() != known.stamp.result():
-            _doubt(known, task_id, path)
+            _doubt([known], task_id, path)
             return None
         if known.fingerprint is None:
             read = partial(fingerprint_model, path, cache_dir=self._cache_dir)
@@ -217,12 +221,15 @@ def fingerprints_dir() -> Path:
     return cache_dir() / "fingerprints"
 
 
-def _doubt(known: _Adapter, task_id: int, path: str) -> None:
-    known.has_changed = True
+def _doubt(adapters: list[_Adapter], task_id: int, path: str) -> None:
+    if all(one.has_changed for one in adapters):
+        return
+    for one in adapters:
+        one.has_changed = True
     _log.warning(
         "kvray: the files of LoRA adapter %d at %s are not those of its first request, and the"
         " engine may have either; its requests bypass the cache until the engine restarts. Give a"
-        " new version of an adapter a new number.",
+        " new version of an adapter a number, name and path of its own.",
         task_id,
         path,
     )
