@@ -10,8 +10,10 @@ import hashlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvray.config import cache_dir
@@ -136,81 +138,82 @@ class ModelName:
 
 
 _ADAPTERS_MAX = 2**16
-"""Adapters remembered; requests of further ones bypass the cache until the engine restarts."""
-_READINGS_MAX = 4
-"""Adapters read at once."""
+"""What adapters are known by; requests of further ones bypass until the engine restarts."""
+_AT_ONCE_MAX = 4
+"""Adapters read at once, and adapters whose files are looked at at once."""
 _WAIT_S = 0.05
-"""How long the first request of an adapter waits for it to be read; then it bypasses the cache."""
+"""How long a request waits for either; then it bypasses the cache."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Adapter:
     path: str
-    stamp: str
-    fingerprint: "Future[str]"  # crosses from the thread that reads the files
+    stamp: "Future[str] | None" = None  # of the first look; crosses from the thread that looks
+    fingerprint: "Future[str] | None" = None  # crosses from the thread that reads the files
     has_changed: bool = False
 
 
 class Adapters:
     """Fingerprints of adapters, for the leader alone; its executor thread is the only caller.
 
-    An engine reads an adapter at the first request of its task and notices neither another path
-    nor other bytes there, until it drops the adapter and reads it again. Once a task's files have
-    changed, nobody can tell from here which ones the engine computes with, so its requests bypass
-    the cache from then on. Each request looks at the files' stamps, some 30 us; a thread reads
-    their content once, unless it is known on this machine. Files that are replaced between the
-    engine's reading and the task's first request here go unnoticed: give a new version of an
-    adapter a new number.
+    An engine reads an adapter at the first request of its number and notices neither another path
+    nor other bytes there, until it drops the adapter and reads it again. vLLM numbers each load
+    of an adapter, and keeps blocks of earlier loads by name and path. So an adapter is known here
+    by all that its engine goes by. Once its files have changed, or a number has another path,
+    nobody can tell from here which ones the engine computes with, or has computed blocks with, so
+    requests bypass the cache from then on. Source: `_gen_lora_extra_hash_keys` in
+    `vllm/v1/core/kv_cache_utils.py` of vLLM 0.32.
+
+    Each request looks at the files' stamps; their content is read once, unless it is known on this
+    machine. Threads do both, as a file system may answer late or never; for a look that makes some
+    0.1 ms of 30 us. While a look is late, its adapter bypasses; while `_AT_ONCE_MAX` are, all do.
+    No request goes by an earlier one's look, since files may have been replaced in between. What
+    goes unnoticed: files that are replaced between the engine's reading and the adapter's first
+    look here, or between a request's look and a reading that the engine makes after it. So give a
+    new version of an adapter a number, name and path of its own.
     """
 
     def __init__(self, *, settings: str, cache_dir: Path | None) -> None:
         self._settings = settings.encode()
         self._cache_dir = cache_dir
-        self._known: dict[int, _Adapter] = {}
-        self._readings: list[Future[str]] = []
+        self._known: dict[int | tuple[str, str], _Adapter] = {}
+        self._looks: dict[str, Future[str]] = {}  # under way, by path
+        self._readings: dict[str, Future[str]] = {}
 
-    def fingerprint(self, task_id: int, path: str) -> bytes | None:
+    def fingerprint(self, task_id: int, path: str, *, cached_as: str = "") -> bytes | None:
         """Return what identifies an adapter, which the engine knows by number and path.
 
-        None: that is not known, or not yet. ConfigError: there is none, or it cannot be read.
+        `cached_as` is its name, if name and path are in the keys of the engine's own cache. None:
+        that is not known, or not yet. ConfigError: there is none, or it cannot be read.
         """
-        known = self._known.get(task_id)
-        if known is None:
-            known = self._read(task_id, path)
-        elif not known.has_changed and (path != known.path or stamp_model(path) != known.stamp):
-            known.has_changed = True
-            _log.warning(
-                "kvray: the files of LoRA adapter %d at %s are not those of its first request, and"
-                " the engine may have either; its requests bypass the cache until the engine"
-                " restarts. Give a new version of an adapter a new number.",
-                task_id,
-                path,
-            )
-        if known is None or known.has_changed or not known.fingerprint.done():
+        names = (task_id, (cached_as, path)) if cached_as else (task_id,)
+        found = [self._known[name] for name in names if name in self._known]
+        known = found[0] if found else _Adapter(path=path)
+        if any(one is not known or one.path != path for one in found):
+            _doubt(found, task_id, path)
+        if len(found) < len(names) and len(self._known) >= _ADAPTERS_MAX:
             return None
-        if known.fingerprint.exception() is not None:
-            del self._known[task_id]  # the next request tries again
-        found = known.fingerprint.result().encode()
-        return hashlib.sha256(frame(found, self._settings)).digest()
-
-    def _read(self, task_id: int, path: str) -> _Adapter | None:
-        """Have an adapter read and wait a little; None: too many are known or being read."""
-        self._readings = [reading for reading in self._readings if not reading.done()]
-        if len(self._known) >= _ADAPTERS_MAX or len(self._readings) >= _READINGS_MAX:
+        self._known.update(dict.fromkeys(names, known))
+        look = None if known.has_changed else _begin(self._looks, path, partial(stamp_model, path))
+        if look is None:
             return None
         # The stamp comes first: what changes while it is read shows at the next request.
-        stamp, fingerprint = stamp_model(path), Future[str]()
-        threading.Thread(
-            target=_fulfil,
-            args=(fingerprint, path, self._cache_dir),
-            name="kvray-adapter",
-            daemon=True,
-        ).start()
-        self._readings.append(fingerprint)
-        wait([fingerprint], timeout=_WAIT_S)
-        known = _Adapter(path=path, stamp=stamp, fingerprint=fingerprint)
-        self._known[task_id] = known
-        return known
+        if known.stamp is None or known.stamp.exception() is not None:
+            known.stamp = look
+        if not look.done():
+            return None
+        if look.result() != known.stamp.result():
+            _doubt([known], task_id, path)
+            return None
+        if known.fingerprint is None:
+            read = partial(fingerprint_model, path, cache_dir=self._cache_dir)
+            known.fingerprint = _begin(self._readings, path, read)
+        if known.fingerprint is None or not known.fingerprint.done():
+            return None
+        reading = known.fingerprint
+        if reading.exception() is not None:
+            known.fingerprint = None  # the next request tries again
+        return hashlib.sha256(frame(reading.result().encode(), self._settings)).digest()
 
 
 def fingerprints_dir() -> Path:
@@ -218,9 +221,40 @@ def fingerprints_dir() -> Path:
     return cache_dir() / "fingerprints"
 
 
-def _fulfil(promise: "Future[str]", path: str, cache_dir: Path | None) -> None:
+def _doubt(adapters: list[_Adapter], task_id: int, path: str) -> None:
+    if all(one.has_changed for one in adapters):
+        return
+    for one in adapters:
+        one.has_changed = True
+    _log.warning(
+        "kvray: the files of LoRA adapter %d at %s are not those of its first request, and the"
+        " engine may have either; its requests bypass the cache until the engine restarts. Give a"
+        " new version of an adapter a number, name and path of its own.",
+        task_id,
+        path,
+    )
+
+
+def _begin(
+    under_way: "dict[str, Future[str]]", path: str, call: Callable[[], str]
+) -> "Future[str] | None":
+    """Have a thread call and wait a little; None: an earlier call or too many are under way."""
+    for ended in [one for one, promise in under_way.items() if promise.done()]:
+        del under_way[ended]
+    if path in under_way or len(under_way) >= _AT_ONCE_MAX:
+        return None
+    promise = Future[str]()
+    threading.Thread(
+        target=_fulfil, args=(promise, path, call), name="kvray-adapter", daemon=True
+    ).start()
+    under_way[path] = promise
+    wait([promise], timeout=_WAIT_S)
+    return promise
+
+
+def _fulfil(promise: "Future[str]", path: str, call: Callable[[], str]) -> None:
     try:
-        promise.set_result(fingerprint_model(path, cache_dir=cache_dir))
+        promise.set_result(call())
     except ConfigError as error:  # raised where the fingerprint is asked for
         promise.set_exception(error)
     except BaseException as error:  # noqa: BLE001 - whoever asks must not wait for ever

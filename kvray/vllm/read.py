@@ -51,19 +51,24 @@ class RequestReader:
         )
 
     def _identify(self, request: Any) -> Identity | None:
+        # An adapter is looked at though its request may bypass: vLLM keeps blocks of that, too.
+        asked = request.lora_request
+        lora = None if asked is None else self._fingerprint(asked)
+        if asked is not None and (lora is None or asked.load_inplace):
+            return None
         media = _media_items(request.mm_features)
         if media is None or _has_more_than_tokens(request):
             return None
-        lora: bytes | None = None
-        if request.lora_request is not None:
-            asked = request.lora_request
-            # A name on a hub may mean other weights by now than those that vLLM has loaded.
-            if asked.load_inplace or not Path(asked.lora_path).exists():
-                return None
-            lora = self._adapters.fingerprint(asked.lora_int_id, asked.lora_path)
-            if lora is None:
-                return None
         return Identity(salt=request.cache_salt, lora=lora, media=media)
+
+    def _fingerprint(self, asked: Any) -> bytes | None:
+        path = asked.lora_path
+        try:
+            return self._adapters.fingerprint(asked.lora_int_id, path, cached_as=asked.lora_name)
+        except ConfigError:
+            if Path(path).is_absolute():
+                raise
+            return None  # a name on a hub may mean other weights now than those that vLLM has
 
 
 def _has_more_than_tokens(request: Any) -> bool:

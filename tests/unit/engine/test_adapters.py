@@ -1,6 +1,7 @@
 """By which bytes an adapter is known, and when nobody can tell which ones the engine has."""
 
 import os
+import threading
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -88,7 +89,7 @@ def test_whatever_ends_the_reading_of_an_adapter_it_is_said_and_tried_again(
     known, path = make(), str(write_adapter(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(model_name, "fingerprint_model", Mock(side_effect=error))
-        for _ in range(model_name._READINGS_MAX + 1):
+        for _ in range(model_name._AT_ONCE_MAX + 1):
             with pytest.raises(ConfigError, match=said.format(path=path)):
                 known.fingerprint(1, path)
     assert known.fingerprint(1, path) is not None
@@ -96,14 +97,60 @@ def test_whatever_ends_the_reading_of_an_adapter_it_is_said_and_tried_again(
 
 def test_an_adapter_that_takes_long_to_read_is_not_waited_for(tmp_path, monkeypatch):
     gate = Gate(monkeypatch, model_name, "fingerprint_model")
-    monkeypatch.setattr(model_name, "_READINGS_MAX", 1)
-    monkeypatch.setattr(model_name, "_WAIT_S", 0.0)
+    monkeypatch.setattr(model_name, "_AT_ONCE_MAX", 1)
+    monkeypatch.setattr(model_name, "_WAIT_S", 0.05)
     known, path = make(), str(write_adapter(tmp_path / "a"))
+    wait_for(lambda: known.fingerprint(1, path) or gate.reached.is_set(), "its reading")
     assert known.fingerprint(1, path) is None
     assert known.fingerprint(2, str(write_adapter(tmp_path / "b"))) is None
     gate.open.set()
     wait_for(lambda: known.fingerprint(1, path) is not None, "reading the adapter")
     wait_for(lambda: known.fingerprint(2, str(tmp_path / "b")) is not None, "reading the other")
+
+
+def test_a_file_system_that_does_not_answer_holds_up_no_request(tmp_path, monkeypatch):
+    known, paths = make(), [str(write_adapter(tmp_path / str(number))) for number in range(6)]
+    for number, path in enumerate(paths):
+        assert known.fingerprint(number, path) is not None
+    with monkeypatch.context() as patch:
+        gate = Gate(patch, model_name, "stamp_model")
+        patch.setattr(model_name, "_WAIT_S", 0.0)
+        for number, path in enumerate(paths * 3):
+            assert known.fingerprint(number % len(paths), path) is None
+        assert num_threads() == model_name._AT_ONCE_MAX
+    gate.open.set()
+    for number, path in enumerate(paths):
+        wait_for(lambda one=(number, path): known.fingerprint(*one) is not None, path)
+
+
+def test_a_first_look_counts_though_it_was_late(tmp_path, monkeypatch, caplog):
+    known, path = make(), str(write_adapter(tmp_path))
+    with monkeypatch.context() as patch:
+        gate = Gate(patch, model_name, "stamp_model")
+        patch.setattr(model_name, "_WAIT_S", 0.0)
+        assert known.fingerprint(1, path) is None
+    gate.open.set()
+    wait_for(lambda: not num_threads(), "the late look")
+    write_adapter(tmp_path, b"changed")
+    assert known.fingerprint(1, path) is None
+    assert "not those of its first request" in caplog.text
+
+
+def test_no_request_goes_by_a_late_look_of_an_earlier_one(tmp_path, monkeypatch):
+    known, path = make(), str(write_adapter(tmp_path))
+    assert known.fingerprint(1, path) is not None
+    with monkeypatch.context() as patch:
+        gate = Gate(patch, model_name, "stamp_model")
+        patch.setattr(model_name, "_WAIT_S", 0.0)
+        assert known.fingerprint(1, path) is None
+    gate.open.set()
+    wait_for(lambda: not num_threads(), "the late look")
+    write_adapter(tmp_path, b"changed")
+    assert known.fingerprint(1, path) is None
+
+
+def num_threads() -> int:
+    return [thread.name for thread in threading.enumerate()].count("kvray-adapter")
 
 
 def test_what_is_remembered_is_bounded(tmp_path, monkeypatch):

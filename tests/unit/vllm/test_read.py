@@ -1,5 +1,6 @@
 """What kvray reads of vLLM: requests, the caches that it registers, its configuration."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,24 +92,70 @@ def test_media_differ_by_name_place_length_and_mask(reader):
     assert read(reader, mm_features=[feature("a")]).identity.media in found
 
 
-def test_adapters_differ_by_their_bytes_and_ones_loaded_in_place_bypass(
-    reader, tmp_path, monkeypatch
-):
+@pytest.fixture
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait longer than an engine does, so that a busy machine makes no miss."""
     monkeypatch.setattr("kvray.engine.model_name._WAIT_S", 10.0)
-    loras = []
-    for number in (1, 2):
-        directory = tmp_path / str(number)
-        directory.mkdir()
-        (directory / "adapter_config.json").write_text("{}")
-        (directory / "adapter_model.bin").write_bytes(bytes([number]) * 100)
-        asked = SimpleNamespace(lora_int_id=number, lora_path=str(directory), load_inplace=False)
-        loras.append(read(reader, lora_request=asked).identity.lora)
+
+
+def write_adapter(directory: Path, content: int) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text("{}")
+    (directory / "adapter_model.bin").write_bytes(bytes([content]) * 100)
+    return directory
+
+
+def adapter_of(
+    reader: RequestReader, number: int, name: str, path: object, *, is_in_place: bool = False
+) -> bytes | None:
+    """Return what identifies the adapter of a request; None if that bypasses the cache."""
+    asked = SimpleNamespace(
+        lora_int_id=number, lora_name=name, lora_path=str(path), load_inplace=is_in_place
+    )
+    found = reader.read(request(lora_request=asked), 7, 0)
+    return None if found is None else found.identity.lora
+
+
+@pytest.mark.usefixtures("_patience")
+def test_adapters_differ_by_their_bytes_and_ones_loaded_in_place_bypass(reader, tmp_path):
+    paths = [write_adapter(tmp_path / name, content) for content, name in enumerate("ab")]
+    loras = [adapter_of(reader, 1 + place, path.name, path) for place, path in enumerate(paths)]
     assert None not in loras
     assert loras[0] != loras[1]
-    asked.load_inplace = True
-    assert reader.read(request(lora_request=asked), 7, 0) is None
-    named = SimpleNamespace(lora_int_id=3, lora_path="someone/adapter", load_inplace=False)
-    assert reader.read(request(lora_request=named), 7, 0) is None
+    assert adapter_of(reader, 1, "a", paths[0], is_in_place=True) is None
+    assert adapter_of(reader, 3, "c", "someone/adapter") is None
+    with pytest.raises(ConfigError, match="nowhere"):
+        adapter_of(reader, 4, "d", tmp_path / "nowhere")
+
+
+@pytest.mark.usefixtures("_patience")
+def test_a_new_version_at_the_path_of_an_old_one_bypasses_as_vllm_keeps_the_old_blocks(
+    reader, tmp_path
+):
+    path = write_adapter(tmp_path / "a", 1)
+    before = adapter_of(reader, 1, "poet", path)
+    assert adapter_of(reader, 2, "poet", path) == before is not None, "it is loaded again"
+    write_adapter(path, 2)
+    assert adapter_of(reader, 3, "poet", path) is None
+    assert adapter_of(reader, 4, "other", path) not in (None, before)
+    assert adapter_of(reader, 5, "poet", write_adapter(tmp_path / "b", 2)) is not None
+
+
+@pytest.mark.usefixtures("_patience")
+def test_blocks_of_an_adapter_loaded_in_place_are_in_vllm_s_cache_as_well(reader, tmp_path):
+    path = write_adapter(tmp_path / "a", 1)
+    assert adapter_of(reader, 1, "poet", path, is_in_place=True) is None
+    write_adapter(path, 2)
+    assert adapter_of(reader, 2, "poet", path) is None
+
+
+@pytest.mark.usefixtures("_patience")
+def test_a_number_that_had_another_adapter_taints_both(reader, tmp_path):
+    first, second = write_adapter(tmp_path / "a", 1), write_adapter(tmp_path / "b", 2)
+    assert adapter_of(reader, 1, "a", first) is not None
+    assert adapter_of(reader, 1, "b", second) is None, "vLLM may have the first one's weights"
+    assert adapter_of(reader, 2, "b", second) is None, "vLLM has blocks of it, of either's weights"
+    assert adapter_of(reader, 1, "a", first) is None
 
 
 # Each layer's bytes of a block are found where the configuration says.
