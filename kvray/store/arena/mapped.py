@@ -122,7 +122,7 @@ class MappedArena:
     def is_superseded(self) -> bool:
         """Whether this arena was retired, or its file removed by hand and another made."""
         path = self.directory / ARENA_FILE
-        return self.retired or (path.exists() and not arena_file.holds_arena(path, self.arena_id))
+        return self.retired or arena_file.holds_arena(path, self.arena_id) is False
 
     def stats(self) -> dict[str, Any]:
         """Return figures for people; read without the lock, so they may be a moment apart."""

@@ -1,5 +1,6 @@
 """A link finds its node's arena, follows it from tier to tier, and does later what is due."""
 
+import errno
 import logging
 import os
 import threading
@@ -88,6 +89,14 @@ def test_an_arena_is_left_for_its_successor(shard, make_shard, link, directory, 
             path.unlink()
     make_shard()
     wait_for(lambda: link.arena is not None and link.arena.arena_id != first.arena_id)
+
+
+def test_an_arena_whose_file_cannot_be_read_for_a_while_is_kept(link, monkeypatch):
+    arena, reads = arena_of(link), Mock(side_effect=OSError(errno.EMFILE, "no descriptor is left"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", reads)
+        wait_for(lambda: reads.call_count > 2)
+    assert link.arena is arena
 
 
 @pytest.fixture
