@@ -261,9 +261,7 @@ class MappedArena:
         """Whether a living process has a lease here; the lock is held."""
         named = self.tables.page_holder
         rows = np.unique(named[named > 0]) - 1
-        return any(
-            self.side_file.holder_of(HOLDER_BYTES + row) is not None for row in rows.tolist()
-        )
+        return any(self.side_file.is_locked(HOLDER_BYTES + row) for row in rows.tolist())
 
     # -- the lock section ---------------------------------------------------------------------
 
