@@ -309,7 +309,10 @@ class MappedArena:
                 f"The tables of the arena in {self.directory} are half changed; its shard repairs"
                 " them."
             )
-        return f"The arena in {self.directory} stays locked; try again."
+        return (
+            f"The arena in {self.directory} stays locked, or this process may open no more files;"
+            " try again."
+        )
 
     def check_sense(self, error: BaseException) -> None:
         """Raise ShardUnavailable if damaged tables have caused `error`."""

@@ -1,6 +1,7 @@
 """The arena's lock: threads, processes, death, forks, and a bounded wait."""
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -142,6 +144,14 @@ def test_wait_is_bounded(side_file, lock, other, wait_s):
         assert not side_file.turn.locked(), "other threads need not wait"
     # The best of five: a wait may be longer by the time that it waited for a core.
     assert wait_s * 0.5 <= min(waits) <= wait_s + 0.02
+
+
+def test_a_thread_that_can_open_no_file_is_refused_until_it_can(lock, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", Mock(side_effect=OSError(errno.EMFILE, "no descriptor is left")))
+        assert not acquire(lock, 0)
+    assert acquire(lock, 0)
+    release(lock)
 
 
 def test_forked_child_is_detached_and_breaks_no_lock(side_file, lock, other):
