@@ -371,9 +371,8 @@ def _lease_exactly(shared: SharedState, arena: Arena, keys: list[BlockKey]) -> P
     A prefix of a leased prefix may need other blocks of a group with a window than were leased. The
     engine counts on them, so a busy arena is tried for longer than for a promise.
     """
-    deadline, held, own = time.monotonic() + _COUNTED_ON_S, None, shared.identity.own
-    while held is None and time.monotonic() < deadline:
-        held = arena.lease_for(keys, own.part_requests, is_counted_on=True)
+    own = shared.identity.own
+    held = arena.lease_for(keys, own.part_requests, is_counted_on=True, wait_s=_COUNTED_ON_S)
     if held is None:
         return None
     if held.num_blocks < len(keys):
