@@ -372,8 +372,11 @@ def _lease_exactly(shared: SharedState, arena: Arena, keys: list[BlockKey]) -> P
     A prefix of a leased prefix may need other blocks of a group with a window than were leased. The
     engine counts on them, so a busy arena is tried for longer than for a promise.
     """
-    own, wait_s = shared.identity.own, shared.config.arena.stopped_s + _COUNTED_ON_S
-    held = arena.lease_for(keys, own.part_requests, is_counted_on=True, wait_s=wait_s)
+    own, left_s = shared.identity.own, shared.config.arena.stopped_s + _COUNTED_ON_S
+    deadline, held = time.monotonic() + left_s, None
+    while held is None and left_s > 0:
+        held = arena.lease_for(keys, own.part_requests, is_counted_on=True, wait_s=left_s)
+        left_s = deadline - time.monotonic()
     if held is None:
         return None
     if held.num_blocks < len(keys):
