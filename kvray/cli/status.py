@@ -228,7 +228,7 @@ def faults_of(shard: Mapping[str, Any]) -> Iterator[str]:
         pid = stopped["pid"]
         yield (
             f"process {pid} ({stopped['name']}) is stopped while it has the arena's lock; continue"
-            f" it with `kill -CONT {pid}`, or the shard ends it."
+            f" it with `kill -CONT {pid}`, or unpause its container, or the shard ends it."
         )
     corrupt = sum(figure(shard, "corrupt_blocks_total", tier=tier) for tier in ("host", "nvme"))
     if corrupt:

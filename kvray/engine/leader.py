@@ -406,7 +406,7 @@ class Leader:
         if prefix is None:
             raise LeaseExpired(
                 f"The engine took {taken} of {promise.num_blocks} blocks offered for request"
-                f" {state.request_id}, whose last window is not in the tier."
+                f" {state.request_id}, whose last window is not in the tier, or cannot be leased."
             )
         shared.release_prefix(promise.lease)
         promise.lease = prefix

@@ -48,8 +48,9 @@ from kvray.trace.reasons import MissReason
 _log = logging.getLogger("kvray.connector")
 
 _THREADS = 4
-_COUNTED_ON_S = 1.0
-"""Longest try for the lock where the alternative is the engine's end."""
+_COUNTED_ON_S = 10.0
+"""Longest try for the lock where the alternative is the engine's end, beyond the time after which a
+stopped process that has it is ended."""
 _TOKENS_MIN = 128
 """Passes of fewer tokens tell more of what a pass costs than of what a token costs."""
 _KEEP = 0.8
@@ -371,9 +372,11 @@ def _lease_exactly(shared: SharedState, arena: Arena, keys: list[BlockKey]) -> P
     A prefix of a leased prefix may need other blocks of a group with a window than were leased. The
     engine counts on them, so a busy arena is tried for longer than for a promise.
     """
-    deadline, held, own = time.monotonic() + _COUNTED_ON_S, None, shared.identity.own
-    while held is None and time.monotonic() < deadline:
-        held = arena.lease_for(keys, own.part_requests, is_counted_on=True)
+    own, left_s = shared.identity.own, shared.config.arena.stopped_s + _COUNTED_ON_S
+    deadline, held = time.monotonic() + left_s, None
+    while held is None and left_s > 0:
+        held = arena.lease_for(keys, own.part_requests, is_counted_on=True, wait_s=left_s)
+        left_s = deadline - time.monotonic()
     if held is None:
         return None
     if held.num_blocks < len(keys):

@@ -4,7 +4,8 @@ What crosses threads: `Job`s, through a bounded queue, and what is left to do wh
 
 Each piece of a job is first *begun*: slots are reserved, so that no reader sees them, and their
 copy is made (host) or enqueued on the device. It is *finished* when the copy has ended: summed and
-committed. What waits to be begun comes first.
+committed, which is left to the link's thread if the arena is busy. What waits to be begun comes
+first.
 
 Why a READY block is never wrong. A job's pages are the engine's, which may give them to others
 once `fence` has returned: on the host by then they were read, on a device whatever writes them
@@ -19,7 +20,6 @@ later waits for the copies that were enqueued. The thread begins a piece and ask
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ from kvray.trace.reasons import DropReason
 
 _log = logging.getLogger("kvray.connector")
 
-_RESERVE_WAIT_S = 0.05
+_LOCK_WAIT_S = 0.05
 _STALL_S = 0.25
 """Longest that the engine's thread waits for one piece; then the rest of the pass is not saved."""
 _PIECE_BYTES = 32 * 2**20
@@ -191,12 +191,11 @@ class Saver:
             try:
                 ticket = job.pool.save(arena, job.part, pages, reservation.slots, job.mark)
             except BaseException:
-                self._settle(arena, partial(arena.abort, reservation))
+                self._abort(arena, reservation)
                 raise
             if not self._was_begun_in_time(is_last=stop == len(job.keys)):
                 self._drop(len(reservation.slots) + reservation.dropped, DropReason.TOO_SLOW)
-                abort = partial(self._settle, arena, partial(arena.abort, reservation))
-                self._finish_later(ticket, abort)
+                self._finish_later(ticket, partial(self._abort, arena, reservation))
                 return DropReason.TOO_SLOW
             commit = partial(self._commit, arena, reservation, ticket)
             self._finish_later(ticket, commit, num_blocks=len(reservation.slots))
@@ -217,7 +216,7 @@ class Saver:
             priority=np.frombuffer(priorities, np.uint8) if priorities else DEFAULT_PRIORITY,
             # Blocks behind a window are gone, and nobody asks for them.
             needs_parent=job.part.window_blocks is None,
-            wait_s=_RESERVE_WAIT_S,
+            wait_s=_LOCK_WAIT_S,
         )
 
     def _was_begun_in_time(self, *, is_last: bool) -> bool:
@@ -247,18 +246,16 @@ class Saver:
 
     def _commit(self, arena: Arena, reservation: Reservation, ticket: Ticket) -> None:
         sums = ticket.sums if ticket.sums is not None else arena.sums(reservation)
-        if self._settle(arena, lambda: arena.commit(reservation, sums)):
-            self._totals["stored_blocks"] += len(reservation.slots)
-        else:
-            self._drop(len(reservation.slots), DropReason.STORE_DOWN)
+        self._settle(arena, lambda held: held.commit(reservation, sums, wait_s=_LOCK_WAIT_S))
+        self._totals["stored_blocks"] += len(reservation.slots)
 
-    def _settle(self, arena: Arena, action: Callable[[], bool]) -> bool:
-        """Commit or abort until the arena takes it or is retired."""
-        while not action():
-            if arena.retired:
-                return False
-            time.sleep(0.001)
-        return True
+    def _abort(self, arena: Arena, reservation: Reservation) -> None:
+        self._settle(arena, lambda held: held.abort(reservation, wait_s=_LOCK_WAIT_S))
+
+    def _settle(self, arena: Arena, action: Callable[[Arena], bool]) -> None:
+        """Act now, or from the link's thread if the arena is busy: this one has more to do."""
+        if not action(arena):
+            self._link.defer(arena, action)
 
     def _drop_waiting(self, why: DropReason) -> None:
         for job in self._jobs:

@@ -296,7 +296,7 @@ class NodeLink:
             self._attempt(self._flush)
         if self._deferred:
             _log.warning(
-                "kvray: the arena stays locked; %d leases end with this process",
+                "kvray: the arena stays locked; %d leases or saves end with this process",
                 len(self._deferred),
             )
 

@@ -112,10 +112,8 @@ class ArenaBlocks:
         """
         arena, leases = self._link.arena, None
         if arena is not None and keys:
-            deadline = time.monotonic() + _BUSY_S
             with self._tolerant(arena):
-                while leases is None and not arena.retired and time.monotonic() < deadline:
-                    leases = arena.lease(keys, block_bytes=self._block_bytes)
+                leases = arena.lease(keys, block_bytes=self._block_bytes, wait_s=_BUSY_S)
         if arena is None or not leases:
             yield None
             return

@@ -31,7 +31,7 @@ def tier_environment(**settings: str) -> Iterator[dict[str, str]]:
     with (
         mock.patch.dict(os.environ, variables),
         mock.patch.object(saver, "_STALL_S", 30.0),
-        mock.patch.object(saver, "_RESERVE_WAIT_S", 30.0),
+        mock.patch.object(saver, "_LOCK_WAIT_S", 30.0),
     ):
         yield variables
     shutil.rmtree(directory)

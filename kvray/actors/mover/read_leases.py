@@ -188,12 +188,12 @@ class ReadLeases:
         """Lease the leading blocks of each group that are here."""
         leases: list[Lease | None] = []
         for group in request.groups:
-            held = None
-            deadline = time.monotonic() + _BUSY_WAIT_S
-            while held is None and time.monotonic() < deadline:
-                held = self._arena.lease_for(
-                    split_keys(group.keys), [[PartRequest(group.part)]], is_use=request.is_use
-                )
+            held = self._arena.lease_for(
+                split_keys(group.keys),
+                [[PartRequest(group.part)]],
+                is_use=request.is_use,
+                wait_s=_BUSY_WAIT_S,
+            )
             if held is None:
                 self._end(filter(None, leases))
                 raise CapacityError(

@@ -84,40 +84,47 @@ def _create(directory: Path, spec: ArenaSpec, progress: Progress, *, patience_s:
 
 
 class StoppedHolder:
-    """Names the process, and ends it after a while; one that runs is never ended."""
+    """Names the process, and ends it after a while; one that runs is never ended.
+
+    It is told by the lock, which it keeps, and its CPU time, which stands still: what a frozen
+    container's processes show as their state depends on the kernel.
+    """
 
     def __init__(self, shard: str, *, limit_s: float) -> None:
         self._shard = shard
         self._limit_s = limit_s
         self._locked_before = False
+        self._seen: tuple[int, tuple[bytes, ...]] | None = None
+        """Who had the lock at the last look, alone, and the CPU time that it had used."""
+        self._since = 0.0
         self.found: dict[str, Any] | None = None
         """pid, name and since (monotonic seconds) of who is stopped with the lock now."""
 
     def look(self, side_file: SideFile, *, now: float) -> None:
         """Look who has the lock; called at each heartbeat."""
         was, self._locked_before = self._locked_before, side_file.is_locked(ARENA_BYTE)
+        before, since = self._seen, self._since
         # A process that has just entered does not matter: asking for its pid takes milliseconds.
-        stopped = _stopped(side_file) if was and self._locked_before else None
-        if stopped is None:
-            self.found = None
-        elif self.found is None or self.found["pid"] != stopped:
-            self.found = {"pid": stopped, "name": lockers.name_of(stopped), "since": now}
+        self._seen = _holder(side_file) if was and self._locked_before else None
+        if self._seen is None or self._seen != before:
+            self._since, self.found = now, None
+            return
+        pid = self._seen[0]
+        if self.found is None:
+            self.found = {"pid": pid, "name": lockers.name_of(pid), "since": since}
             _log.warning(
                 "%s: process %d (%s) is stopped while it has the arena's lock, so that all others"
-                " have misses; continue it with `kill -CONT %d`, or it is ended in %.0f s",
-                *(self._shard, stopped, self.found["name"], stopped, self._limit_s),
+                " have misses; continue it with `kill -CONT %d`, or unpause its container, or it is"
+                " ended in %.0f s",
+                *(self._shard, pid, self.found["name"], pid, self._limit_s),
             )
-        elif now - self.found["since"] > self._limit_s and lockers.end(
-            stopped, lambda: ARENA_BYTE in side_file.lockers(stopped) and _is_stopped(stopped)
+        elif now - since > self._limit_s and lockers.end(
+            pid, lambda: _holder(side_file, pid) == before
         ):
-            _log.warning("%s: ended process %d, which stayed stopped", self._shard, stopped)
+            _log.warning("%s: has killed process %d, which stayed stopped", self._shard, pid)
 
 
-def _stopped(side_file: SideFile) -> int | None:
-    """Return the process that has the lock, if it is stopped and shares it with nobody."""
-    pids = side_file.lockers().get(ARENA_BYTE, set())
-    return next(iter(pids)) if len(pids) == 1 and all(map(_is_stopped, pids)) else None
-
-
-def _is_stopped(pid: int) -> bool:
-    return lockers.state_of(pid) in ("T", "t")
+def _holder(side_file: SideFile, *pids: int) -> tuple[int, tuple[bytes, ...]] | None:
+    """Return who of `pids`, or of all, has the lock and shares it with nobody; and its CPU time."""
+    found = list(side_file.lockers(*pids).get(ARENA_BYTE, ()))
+    return (found[0], lockers.cpu_time_of(found[0])) if len(found) == 1 else None

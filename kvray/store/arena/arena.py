@@ -47,13 +47,17 @@ class Arena(MappedArena):
     # -- leases -------------------------------------------------------------------------------
 
     def lease(
-        self, keys: Sequence[BlockKey], *, block_bytes: int | None = None
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        block_bytes: int | None = None,
+        wait_s: float | None = None,
     ) -> list[Lease] | None:
         """Lease the longest run of leading `keys` whose part 0 is here, of `block_bytes` if given.
 
         Returns one lease; [] without the first block; None as `lease_for`.
         """
-        held = self.lease_for(keys, [[PartRequest(0, None, block_bytes)]])
+        held = self.lease_for(keys, [[PartRequest(0, None, block_bytes)]], wait_s=wait_s)
         return held if held is None else list(held.leases)
 
     def lease_for(
@@ -65,12 +69,14 @@ class Arena(MappedArena):
         lease_id: int | None = None,
         is_counted_on: bool = False,
         is_use: bool = True,
+        wait_s: float | None = None,
     ) -> Held | None:
         """Lease the longest prefix of `keys` that has, for every reader, the parts it requests.
 
         The leases go to `member`, by default this process, with one `lease_id` (see `lease.id_of`)
         or a number each. A retired arena leases only blocks that are leased and promised already,
-        which `is_counted_on` says. `is_use` counts the lease as their use.
+        which `is_counted_on` says. `is_use` counts the lease as their use. `wait_s`: see
+        `reserve`.
 
         Returns one lease a reader, its parts one after the other; none without the first block, or
         if `member` has left; None if the arena was busy or has too many leases. Raises ConfigError
@@ -79,7 +85,7 @@ class Arena(MappedArena):
         """
         packed = key_index.pack_keys(keys)
         holder = self.holder if member is None else member.row
-        with self.section(self.lock_wait_s) as entered:
+        with self.section(self.lock_wait_s if wait_s is None else wait_s) as entered:
             if not entered or (member is None and self._holder != holder):
                 return None
             if not is_counted_on and self.retired:

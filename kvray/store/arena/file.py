@@ -218,13 +218,13 @@ def give_rows_memory(path: Path, tables: Tables, rows: range) -> None:
         ) from None
 
 
-def holds_arena(path: Path, arena_id: str) -> bool:
-    """Return whether the file at `path` is the arena of that id, and not its successor."""
+def holds_arena(path: Path, arena_id: str) -> bool | None:
+    """Return whether the file at `path` is the arena of that id; None: it cannot be read."""
     try:
         with path.open("rb", buffering=0) as file:  # a buffer is as large as a huge page
             head = file.read(HEADER.itemsize)
     except OSError:
-        return False
+        return None
     if len(head) < HEADER.itemsize:
         return False
     return bytes(np.frombuffer(head, HEADER)[0]["arena_id"]) == arena_id.encode()

@@ -122,7 +122,7 @@ class MappedArena:
     def is_superseded(self) -> bool:
         """Whether this arena was retired, or its file removed by hand and another made."""
         path = self.directory / ARENA_FILE
-        return self.retired or (path.exists() and not arena_file.holds_arena(path, self.arena_id))
+        return self.retired or arena_file.holds_arena(path, self.arena_id) is False
 
     def stats(self) -> dict[str, Any]:
         """Return figures for people; read without the lock, so they may be a moment apart."""
@@ -261,9 +261,7 @@ class MappedArena:
         """Whether a living process has a lease here; the lock is held."""
         named = self.tables.page_holder
         rows = np.unique(named[named > 0]) - 1
-        return any(
-            self.side_file.holder_of(HOLDER_BYTES + row) is not None for row in rows.tolist()
-        )
+        return any(self.side_file.is_locked(HOLDER_BYTES + row) for row in rows.tolist())
 
     # -- the lock section ---------------------------------------------------------------------
 
@@ -311,7 +309,10 @@ class MappedArena:
                 f"The tables of the arena in {self.directory} are half changed; its shard repairs"
                 " them."
             )
-        return f"The arena in {self.directory} stays locked; try again."
+        return (
+            f"The arena in {self.directory} stays locked, or this process may open no more files;"
+            " try again."
+        )
 
     def check_sense(self, error: BaseException) -> None:
         """Raise ShardUnavailable if damaged tables have caused `error`."""

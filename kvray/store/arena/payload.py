@@ -111,6 +111,8 @@ class Copier:
                 second = self._second.submit(help_out)
             own()
             if second is None or second.cancel():
+                with at_work:
+                    is_over = True  # without a thread to be had it may be queued all the same
                 return False
             second.result()
             return True

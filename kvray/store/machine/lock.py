@@ -19,10 +19,17 @@ _AGAIN_S = 0.001
 _YIELD_S = 0.0015
 """A process that wants the lock again within `_AGAIN_S` lets those who wait go first, for up to
 this."""
+_HASTY_S = 0.3
+_REST = 20
+"""Tries of at most `_HASTY_S` have somebody waiting behind them: of a lock that stays locked they
+cost a process one part in so many of its time."""
 
 
 class ArenaLock:
     """The lock over an arena's tables: tried for a bounded time, never waited for.
+
+    Who has waited in vain does not wait again for a while, unless for longer, or the process has
+    had the lock since: a stopped process that has it costs the others a wait, and not one a try.
 
     The lock never outlives its section, wherever an exception from outside hits: Ctrl-C, a signal's
     handler, one thread that raises in another. Two things make sure of that:
@@ -45,6 +52,8 @@ class ArenaLock:
         self._side_file = side_file
         self._waiting = memoryview(bytearray(8)).cast("Q") if waiting is None else waiting
         self._released = 0.0
+        # Hints; a thread may overwrite another's.
+        self._vain_s = self._rest_until = 0.0
 
     def section(
         self,
@@ -79,9 +88,13 @@ class ArenaLock:
                 description.turn = turn
                 if not self._waiting[0] and description.set(ARENA_BYTE, LOCK):
                     return True
-            deadline = time.monotonic() + wait_s
+            now = time.monotonic()
+            rests = wait_s <= self._vain_s and now < self._rest_until
+            deadline = now if rests else now + wait_s
             if self._wait_for_turn(description, deadline) or self._try_until(description, deadline):
                 return True
+            if not rests and wait_s <= _HASTY_S:
+                self._vain_s, self._rest_until = wait_s, deadline + _REST * wait_s
         description.held = None
         if description.turn is not None:
             _end_turn(description)
@@ -90,6 +103,7 @@ class ArenaLock:
     def give(self, description: Description) -> None:
         """Give the lock up."""
         self._released = time.monotonic()
+        self._vain_s = 0.0
         description.unlock(0)
         description.held = None
         if description.turn is not None:

@@ -30,6 +30,15 @@ def state_of(pid: int) -> str:
         return ""
 
 
+def cpu_time_of(pid: int) -> tuple[bytes, ...]:
+    """Return the CPU time of a process, in user and system mode; () if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return tuple(stat.read().rpartition(b") ")[2].split()[11:13])
+    except OSError:
+        return ()
+
+
 def name_of(pid: int) -> str:
     """Return the name of a process as `ps` shows it; "" if it is gone."""
     try:

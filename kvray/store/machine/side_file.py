@@ -13,6 +13,7 @@ opened; what it opens itself is its own.
 not stop to wait for another thread of its own process.
 """
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -193,16 +194,22 @@ class SideFile:
         return lockers.of_file(os.fstat(self._description.fd), pids)
 
     def of_thread(self) -> Description | None:
-        """Return this thread's own description, for the arena's lock; None in a fork."""
+        """Return this thread's own description, for the arena's lock.
+
+        None in a fork, and while the process may open no more files.
+        """
         if self._description.fd < 0:
             return None
         try:
             return cast(Description, self._of_thread.description)
         except AttributeError:
             pass
-        # By its descriptor, for the file may have lost its name.
-        opened = self._of_thread.description = Description(f"/proc/self/fd/{self._description.fd}")
-        return opened
+        with contextlib.suppress(OSError):
+            # By its descriptor, for the file may have lost its name.
+            opened = Description(f"/proc/self/fd/{self._description.fd}")
+            self._of_thread.description = opened
+            return opened
+        return None
 
     def _other(self, byte: int) -> int | None:
         """Return a pid, -1 for any lock of our kind; None if no other description has it."""

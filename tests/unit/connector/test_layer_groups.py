@@ -2,11 +2,14 @@
 
 import pickle
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from kvray.config import load_config
 from kvray.engine.meta import ConnectorMeta
 from kvray.errors import ConfigError, LayoutMismatch, LeaseExpired
+from kvray.store import Arena
 from tests.kit.connector import BLOCK, HIT, PROMPT, GroupedEngine, GroupedRequest, parallel
 from tests.kit.two_nodes import TwoNodes
 
@@ -127,6 +130,28 @@ def test_a_promised_block_without_a_page_in_full_attention_stops_the_engine(engi
     request.full[3] = -1
     with pytest.raises(LayoutMismatch, match="8 of them"):
         engine.run(request, taken=HIT)
+
+
+@on_one_node
+def test_what_is_counted_on_is_tried_for_until_a_stopped_process_with_the_lock_has_been_ended(
+    groups, monkeypatch
+):
+    groups.store()
+    lease_for, waits = Arena.lease_for, list[float]()
+
+    def noted(arena: Arena, *args: Any, wait_s: float = 0.0, **wanted: Any) -> Any:
+        waits.append(wait_s)
+        return lease_for(arena, *args, wait_s=wait_s, **wanted)
+
+    request = GroupedRequest(2, PROMPT)
+    groups.leader.query(request)
+    groups.leader.give_pages(request)
+    monkeypatch.setattr(Arena, "lease_for", noted)
+    groups.run(request, taken=4 * BLOCK)
+    assert waits
+    assert min(waits) > load_config().arena.stopped_s
+    groups.leader.scheduler.request_finished(request, [])
+    groups.pass_on()
 
 
 @on_one_node

@@ -224,7 +224,7 @@ def test_too_many_waiting_saves_are_dropped(make_saver, monkeypatch, caplog):
 
 
 def test_a_locked_arena_costs_the_engine_one_wait_and_the_blocks(arena, saver, caplog, monkeypatch):
-    monkeypatch.setattr(saver_module, "_RESERVE_WAIT_S", 1.0)
+    monkeypatch.setattr(saver_module, "_LOCK_WAIT_S", 1.0)
     assert acquire(arena._lock, 1)
     for number in range(4):
         saver.submit(job_of(rows_of(2), keys_of(30 + number, 2)))
@@ -353,13 +353,37 @@ def test_blocks_whose_copy_fails_on_the_device_are_counted(saver, monkeypatch):
     assert dropped(totals(saver), "error") == 3
 
 
-def test_blocks_of_an_arena_that_is_replaced_before_their_commit_are_counted(saver, monkeypatch):
-    commit = Mock(return_value=False)  # it finds the arena locked
-    monkeypatch.setattr(Arena, "commit", commit)
-    monkeypatch.setattr(Arena, "retired", property(lambda _: commit.called))
-    saver.submit(job_of(rows_of(3), keys_of(91, 3)))
+@pytest.mark.parametrize("is_host", [True, False])
+def test_a_commit_that_finds_the_arena_locked_is_done_later_and_holds_up_no_other_job(
+    link, saver, child_in, monkeypatch, is_host
+):
+    monkeypatch.setattr(saver_module, "_LOCK_WAIT_S", 0.02)
+    other, keys = child_in(link.directory), keys_of(91, 3)
+    gate = Gate(monkeypatch, Arena, "write_slots")
+    job, pool = later_job(rows_of(3), keys)
+    pool.may_end.set()
+    saver.submit(job_of(rows_of(3), keys) if is_host else job)
+    assert gate.reached.wait(HANG_S)
+    assert other.say("small.acquire(arena._lock, 60)") == "True"
+    gate.open.set()
+    wait_for(lambda: 1 not in saver._reads, "the end of reading")
+    saver.submit(job_of(rows_of(2), keys_of(93, 2)))
+    wait_for(lambda: totals(saver)["dropped_blocks_arena_busy"] == 2)
+    other.say("small.release(arena._lock)")
+    wait_for(lambda: len(stored(link, keys)) == 3)
+    assert totals(saver)["stored_blocks"] == 3
+
+
+def test_slots_that_find_the_arena_locked_when_they_are_given_back_come_back_later(
+    saver, monkeypatch
+):
+    abort = Mock(side_effect=[False, True])
+    monkeypatch.setattr(Arena, "abort", abort)
+    monkeypatch.setattr(Arena, "write_slots", lambda *_: 1 / 0)
+    saver.submit(job_of(rows_of(2), keys_of(94, 2)))
+    wait_for(lambda: abort.call_count == 2)
     saver.close(10)
-    assert dropped(totals(saver), "store_down") == 3
+    assert dropped(totals(saver), "error") == 2
 
 
 @pytest.mark.parametrize("place", ["waits for the lock", "is about to commit"])
@@ -368,7 +392,7 @@ def test_saver_that_goes_on_after_its_link_was_closed_keeps_no_lock(
 ):
     saver, other = new_saver(link), child_in(link.directory)
     gate = Gate(monkeypatch, Arena, "commit")
-    monkeypatch.setattr(saver_module, "_RESERVE_WAIT_S", 60.0)
+    monkeypatch.setattr(saver_module, "_LOCK_WAIT_S", 60.0)
     job = job_of(rows_of(2), keys_of(92, 2))
     if place == "is about to commit":
         saver.submit(job)

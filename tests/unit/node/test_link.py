@@ -1,5 +1,6 @@
 """A link finds its node's arena, follows it from tier to tier, and does later what is due."""
 
+import errno
 import logging
 import os
 import threading
@@ -88,6 +89,14 @@ def test_an_arena_is_left_for_its_successor(shard, make_shard, link, directory, 
             path.unlink()
     make_shard()
     wait_for(lambda: link.arena is not None and link.arena.arena_id != first.arena_id)
+
+
+def test_an_arena_whose_file_cannot_be_read_for_a_while_is_kept(link, monkeypatch):
+    arena, reads = arena_of(link), Mock(side_effect=OSError(errno.EMFILE, "no descriptor is left"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", reads)
+        wait_for(lambda: reads.call_count > 2)
+    assert link.arena is arena
 
 
 @pytest.fixture
@@ -400,7 +409,7 @@ def test_an_end_beside_a_frozen_shard_is_bounded_and_says_what_is_lost(
     for name in ("one", "two"):
         line = f"the last figures of replica {name} rank 0 are lost: "
         assert sum(line in one for one in said) == 1
-    assert sum("leases end with this process" in one for one in said) == 1
+    assert sum("leases or saves end with this process" in one for one in said) == 1
     assert not any(record.exc_info for record in caplog.records)
     sum_s = sum(waits) + link_module._LAST_FLUSH_S + link_module._LEAVE_S + rank_module._FLUSH_S
     assert sum_s <= 2.0

@@ -22,6 +22,7 @@ from kvray.actors.shard.shard import Shard, sweep
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import holders, lease, slabs
 from kvray.store.arena.layout import FREE, LIMBO, READY, RESERVED
+from kvray.store.machine.side_file import SideFile
 from tests.unit.actors.small_shard import Line, wait_until_serving
 from tests.unit.store.child import Child, in_fork
 from tests.unit.store.dying import OPERATIONS, TRUNK
@@ -65,6 +66,13 @@ def other(arena: Arena, child: Callable[[], Child]) -> Child:
     started = child()
     assert started.say("arena.join('other')") == "1"
     return started
+
+
+def test_who_asks_for_others_leases_looks_at_no_other_process(arena, other, monkeypatch):
+    store(arena, KEYS)
+    other.say(LEASE)
+    monkeypatch.delattr(SideFile, "lockers")  # it takes a second, and the lock is held
+    assert not arena.leave(unless_leased=True)
 
 
 def test_a_killed_holder_loses_leases_now_and_slots_after_limbo(arena, other):

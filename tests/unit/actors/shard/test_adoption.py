@@ -224,20 +224,29 @@ def look(directory: Path, locker: Child) -> Callable[[float], StoppedHolder]:
         watch.look(file, now=now)
         return watch
 
-    for now in (0.0, 1.0, 40.0):
+    for now in (0.0, 1.0, 2.0, 40.0):
+        work(locker)
         assert look(now).found is None, "it runs"
     return look
 
 
+def work(process: Child) -> None:
+    """Have it use CPU time, which the kernel tells in hundredths of a second."""
+    used = lockers.cpu_time_of(process.pid)
+    wait_for(lambda: process.say("sum(range(10**6))") and lockers.cpu_time_of(process.pid) != used)
+
+
 def stop(process: Child) -> None:
+    work(process)
     process.stop()
     wait_for(lambda: lockers.state_of(process.pid) == "T")
 
 
 def test_stopped_holder_is_named_and_ended_after_the_limit(directory, locker, look):
     stop(locker)
-    assert look(41.0).found["pid"] == locker.pid
-    look(70.0)
+    look(41.0)
+    assert look(42.0).found["pid"] == locker.pid
+    look(71.0)
     assert lockers.state_of(locker.pid) == "T"
     look(72.0)
     locker.wait_until_killed()
@@ -250,11 +259,21 @@ def test_holder_that_goes_on_just_before_its_end_is_left_alone(locker, look, mon
 
     def end_late(pid: int, is_meant: Callable[[], bool]) -> bool:
         locker.go_on()
-        wait_for(lambda: lockers.state_of(pid) != "T")
+        work(locker)
         return end(pid, is_meant)
 
     monkeypatch.setattr(lockers, "end", end_late)
     stop(locker)
     look(41.0)
+    look(42.0)
     look(72.0)
     assert locker.say("1") == "1", "it lives"
+
+
+def test_a_holder_that_stands_still_is_found_whatever_its_state(locker, look):
+    """A frozen container's process looks as if it slept, or waited for a disk."""
+    work(locker)
+    look(41.0)
+    look(42.0)
+    look(72.0)
+    locker.wait_until_killed()

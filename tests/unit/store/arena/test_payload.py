@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -275,6 +276,21 @@ def test_copies_are_made_without_the_second_thread(copier, monkeypatch):
         target[:] = 0
         copy([Copy(0, target, source)])
         assert (target == source).all()
+
+
+def test_a_copy_for_which_no_thread_could_be_started_writes_nothing_later(copier, monkeypatch):
+    monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)
+    source = noise(8, 4096)
+    target = np.zeros_like(source)
+    with monkeypatch.context() as patch:
+        refusal = Mock(side_effect=RuntimeError("can't start new thread"))
+        patch.setattr(threading.Thread, "start", refusal)
+        copier.copy([Copy(0, target, source)])
+    assert (target == source).all()
+    target[:] = 0  # it is the caller's again
+    copier.copy([Copy(0, np.zeros_like(source), source)])
+    copier.close()
+    assert not target.any()
 
 
 class Signal(BaseException):

@@ -1,6 +1,7 @@
 """The arena's lock: threads, processes, death, forks, and a bounded wait."""
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -11,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from kvray.errors import ShardUnavailable
 from kvray.store import Arena
+from kvray.store.machine import lock as lock_module
 from kvray.store.machine.lock import ArenaLock
 from kvray.store.machine.side_file import ARENA_BYTE, HOLDER_BYTES, Description, SideFile
 from tests.unit.store.child import Child, in_fork
@@ -140,8 +143,37 @@ def test_wait_is_bounded(side_file, lock, other, wait_s):
         assert not acquire(lock, wait_s)
         waits.append(time.monotonic() - start)
         assert not side_file.turn.locked(), "other threads need not wait"
+        lock._vain_s = 0.0  # as if it had been had meanwhile
     # The best of five: a wait may be longer by the time that it waited for a core.
     assert wait_s * 0.5 <= min(waits) <= wait_s + 0.02
+
+
+def test_who_has_waited_in_vain_waits_only_for_longer_until_the_lock_was_had(
+    lock, other, monkeypatch
+):
+    def is_waited_for(wait_s: float) -> bool:
+        slept = Mock(side_effect=time.sleep)
+        with monkeypatch.context() as patch:
+            clock = SimpleNamespace(monotonic=time.monotonic, sleep=slept)
+            patch.setattr(lock_module, "time", clock)
+            assert not acquire(lock, wait_s)
+        return slept.called
+
+    assert takes(other, ARENA_BYTE)
+    assert [is_waited_for(wait_s) for wait_s in (0.1, 0.1, 0.05, 0.2, 0.5)] == [1, 0, 0, 1, 1]
+    other.say(f"kept.unlock({ARENA_BYTE})")
+    assert acquire(lock, 0)
+    release(lock)
+    assert takes(other, ARENA_BYTE)
+    assert is_waited_for(0.1)
+
+
+def test_a_thread_that_can_open_no_file_is_refused_until_it_can(lock, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", Mock(side_effect=OSError(errno.EMFILE, "no descriptor is left")))
+        assert not acquire(lock, 0)
+    assert acquire(lock, 0)
+    release(lock)
 
 
 def test_forked_child_is_detached_and_breaks_no_lock(side_file, lock, other):
