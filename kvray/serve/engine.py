@@ -231,10 +231,11 @@ def _end_to_end(headers: Headers) -> Headers:
     return [one for one in headers if one[0].lower() not in dropped]
 
 
-async def _exchange(port: int, asked: Forwarded) -> AsyncGenerator[Head | bytes, None]:
-    """Yield the answer of a server of this node: its head, then its bytes as they come.
+def request_of(asked: Forwarded) -> h11.Request:
+    """Return what the server gets before a body.
 
-    On a connection of its own: a server may end one that was idle while it gets a request.
+    Raises:
+        h11.LocalProtocolError: HTTP has no such request.
     """
     headers = [one for one in _end_to_end(asked.headers) if one[0] != b"content-length"]
     if not any(name == b"host" for name, _ in headers):  # HTTP/1.0
@@ -243,9 +244,17 @@ async def _exchange(port: int, asked: Forwarded) -> AsyncGenerator[Head | bytes,
         headers.append((b"content-length", str(len(asked.body)).encode()))
     headers.append((b"connection", b"close"))
     target = quote(asked.target, safe=punctuation, encoding="latin-1")
+    return h11.Request(method=asked.method, target=target, headers=headers)
+
+
+async def _exchange(port: int, asked: Forwarded) -> AsyncGenerator[Head | bytes, None]:
+    """Yield the answer of a server of this node: its head, then its bytes as they come.
+
+    On a connection of its own: a server may end one that was idle while it gets a request.
+    """
     talk = h11.Connection(h11.CLIENT, max_incomplete_event_size=_HEAD_BYTES_MAX)
     said = [
-        talk.send(h11.Request(method=asked.method, target=target, headers=headers)),
+        talk.send(request_of(asked)),
         talk.send(h11.Data(data=asked.body)),
         talk.send(h11.EndOfMessage()),
     ]
