@@ -31,7 +31,7 @@ from starlette.websockets import WebSocketClose
 from kvray.config import load_config
 from kvray.errors import KVRayError
 from kvray.serve.dispatch import Dispatcher, RequestError
-from kvray.serve.engine import Forwarded, Head, Headers, request_of
+from kvray.serve.engine import Forwarded, Head, Headers, in_time, request_of
 from kvray.serve.render import READERS, Hint, load_prompts
 from kvray.serve.server import HOST, engine_of
 from kvray.serve.settings import Settings
@@ -231,7 +231,7 @@ class Ingress:
             raise RequestError(told, status=431, code="headers_too_long")
         timeout_s = self._settings.body_timeout_s
         try:
-            body = await asyncio.wait_for(self._body(request), timeout_s)
+            body = await in_time(self._body(request), timeout_s)
         except asyncio.TimeoutError:
             told = f"The body was not whole after {timeout_s:g} s; send it again."
             raise RequestError(told, status=408, code="timeout") from None
