@@ -276,7 +276,7 @@ async def _exchange(port: int, asked: Forwarded) -> AsyncGenerator[Head | bytes,
     ]
     reader, writer = await in_time(asyncio.open_connection(HOST, port), _CONNECT_S)
     try:
-        writer.write(b"".join(filter(None, said)))  # not waited for: a refusal may come before
+        writer.writelines(filter(None, said))  # not waited for: a refusal may come before
         while True:
             pieces = []
             while isinstance(event := talk.next_event(), h11.Data):
