@@ -22,7 +22,7 @@ from kvray.client import Client, Prefetched
 from kvray.config import load_config
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.keys import Tokens
-from kvray.serve.engine import Forwarded, Head, replica_name
+from kvray.serve.engine import Forwarded, Head, in_time, replica_name
 from kvray.serve.render import Hint
 from kvray.serve.routed import Routed
 from kvray.serve.settings import Settings
@@ -75,7 +75,7 @@ class Prefetcher:
         ask = partial(copy_context().run, self._client.prefetch, tokens, replica=replica, salt=salt)
         asked = asyncio.get_running_loop().run_in_executor(self._threads, ask)
         try:
-            brought = await asyncio.wait_for(asked, self._timeout_s)
+            brought = await in_time(asked, self._timeout_s)
         except ConfigError as error:  # the tier says it of this request, and is well
             self._warn_once(str(error))
         except (KVRayError, asyncio.TimeoutError) as error:
@@ -112,7 +112,7 @@ class _Taken(NamedTuple):
 
     async def next(self, deadline: float) -> Any:
         """Return what the engine says next."""
-        return await asyncio.wait_for(anext(self.events), deadline - time.monotonic())
+        return await in_time(anext(self.events), deadline - time.monotonic())
 
 
 class Dispatcher:
@@ -197,7 +197,7 @@ class Dispatcher:
             events = self._engines.dispatch(choice, asked, num_computed)
             try:
                 left_s = deadline - time.monotonic()
-                await asyncio.wait_for(anext(events), min(left_s, patience_s))
+                await in_time(anext(events), min(left_s, patience_s))
             except BaseException as error:
                 routed.over()
                 if isinstance(error, asyncio.CancelledError | asyncio.TimeoutError):

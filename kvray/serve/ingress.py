@@ -13,6 +13,7 @@ import time
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import Any
 
+import h11
 import ray
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from ray import serve
@@ -30,7 +31,7 @@ from starlette.websockets import WebSocketClose
 from kvray.config import load_config
 from kvray.errors import KVRayError
 from kvray.serve.dispatch import Dispatcher, RequestError
-from kvray.serve.engine import Forwarded, Head, Headers
+from kvray.serve.engine import Forwarded, Head, Headers, in_time, request_of
 from kvray.serve.render import READERS, Hint, load_prompts
 from kvray.serve.server import HOST, engine_of
 from kvray.serve.settings import Settings
@@ -218,7 +219,7 @@ class Ingress:
         """Return a client's request once it is whole.
 
         Raises:
-            RequestError: it is too long, too slow, or for nobody here.
+            RequestError: it is too long, too slow, no HTTP, or for nobody here.
             ClientDisconnect: the client has gone.
         """
         if not any(path == one or path.startswith(f"{one}/") for one in self._settings.paths):
@@ -230,7 +231,7 @@ class Ingress:
             raise RequestError(told, status=431, code="headers_too_long")
         timeout_s = self._settings.body_timeout_s
         try:
-            body = await asyncio.wait_for(self._body(request), timeout_s)
+            body = await in_time(self._body(request), timeout_s)
         except asyncio.TimeoutError:
             told = f"The body was not whole after {timeout_s:g} s; send it again."
             raise RequestError(told, status=408, code="timeout") from None
@@ -244,7 +245,13 @@ class Ingress:
         headers.append((b"traceparent", trace.encode("latin-1")))
         query = request.scope.get("query_string", b"").decode("latin-1")
         target = f"{path}?{query}" if query else path
-        return Forwarded(request.method, target, headers, body)
+        asked = Forwarded(request.method, target, headers, body)
+        try:
+            request_of(asked)
+        except h11.LocalProtocolError as error:  # as Serve's proxy lets pass
+            told = f"It is no request of HTTP ({error}); correct it."
+            raise RequestError(told, status=400, code="bad_request") from None
+        return asked
 
     async def _body(self, request: Request) -> bytes:
         """Return the body, of which no more is read than it may have."""

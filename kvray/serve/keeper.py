@@ -1,8 +1,10 @@
 """Runs an engine's server and ends it with this process's parent: `python -m ... DIR COMMAND...`.
 
 The parent holds the other end of stdin. When that closes, however the parent ended, the server and
-all that it has started end too, and DIR goes. The exit status is the server's. If this process is
-killed itself, the kernel tells the server to end.
+all that it has started end too, and DIR goes. The exit status is the server's.
+
+Ray kills a worker's children and its process group with it. So the one that keeps is a child of
+this process, in a session of its own. If it is killed itself, the kernel tells the server to end.
 """
 
 import contextlib
@@ -33,6 +35,10 @@ def keep(directory: str, command: Sequence[str]) -> int:
     """
     # Ctrl-C reaches the whole foreground group; the parent decides what becomes of the server.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    front = os.pidfd_open(os.getpid())
+    if keeper := os.fork():
+        return _exit_status(os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1]))
+    os.setsid()
     end_with_parent = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
     process = subprocess.Popen(
         command,
@@ -42,14 +48,17 @@ def keep(directory: str, command: Sequence[str]) -> int:
     )
     # Not reaped before the end of its session: until then no other process gets its number.
     server = os.pidfd_open(process.pid)
-    ended, _, _ = select.select([server, sys.stdin], [], [])
+    ended, _, _ = select.select([server, sys.stdin, front], [], [])
     if server not in ended:
         os.kill(process.pid, signal.SIGTERM)
         select.select([server], [], [], _GRACE_S)
     _end_session(process.pid)
     shutil.rmtree(directory, ignore_errors=True)
-    status = process.wait()
-    return status if status >= 0 else 128 - status
+    return _exit_status(process.wait())
+
+
+def _exit_status(code: int) -> int:
+    return code if code >= 0 else 128 - code
 
 
 def _end_session(session: int) -> None:

@@ -146,7 +146,7 @@ def test_a_replica_that_stands_still_in_mid_answer_breaks_nothing_off(served, al
     assert sorted(replicas) == served.connected(), "nobody was replaced"
 
 
-_ABOVE = ["engine", "keeper", "replica"]
+_ABOVE = ["engine", "keeper", "keeper's parent", "replica"]
 """An engine's process, and those above it."""
 
 

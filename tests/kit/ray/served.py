@@ -101,7 +101,7 @@ class Served:
     def replicas_by_name(self, number: int) -> dict[str, psutil.Process]:
         """Return the Serve replicas by the names of their engines, likewise."""
         return {
-            name: engine.parents()[1]  # between them is the process that keeps the server
+            name: engine.parents()[2]  # between them are the two that keep the server
             for name, engine in self.engines_by_name(number).items()
         }
 

@@ -49,7 +49,7 @@ class Answer:
             raise event
         if event == "silence":
             await asyncio.Event().wait()
-        return event
+        return await event if isinstance(event, asyncio.Future) else event
 
 
 class Decisions:
@@ -305,6 +305,21 @@ async def test_an_answer_that_nobody_hears_is_cancelled():
     events = dispatcher(handle).forward(ASKED, HINT)
     await anext(events)
     await events.aclose()
+    assert handle.answers[0].is_cancelled
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_client_that_goes_as_a_piece_comes_is_gone(turns):
+    piece = asyncio.get_running_loop().create_future()
+    handle = Handle(["engine-a", HEAD, piece, "silence"])
+    asked = asyncio.create_task(listen(handle))
+    await asyncio.sleep(0.05)
+    piece.set_result(b"te")
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    asked.cancel()
+    await asyncio.wait({asked}, timeout=1.0)
+    assert asked.cancelled()
     assert handle.answers[0].is_cancelled
 
 

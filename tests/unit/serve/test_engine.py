@@ -71,7 +71,8 @@ async def finish(asked: Any) -> str:
 
 def server_of(engine: Any) -> psutil.Process:
     """Return the server, which the process that keeps it has started."""
-    (found,) = psutil.Process(engine._server.process.pid).children()
+    (keeper,) = psutil.Process(engine._server.process.pid).children()
+    (found,) = keeper.children()
     return found
 
 

@@ -127,6 +127,12 @@ def test_what_no_engine_gets_is_refused_in_openais_form(path, body, headers, sta
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
+def test_a_request_that_is_no_http_is_refused_before_an_engine_gets_it():
+    handle = Handle(whole("a"))
+    start, *_ = asyncio.run(told(ingress_of(handle), WHOLE, (b"host", b"a"), (b"host", b"b")))
+    assert (start["status"], handle.log) == (400, [])
+
+
 def test_a_slow_body_is_given_up():
     ingress = ingress_of(Handle(), body_timeout_s=0.05)
     assert asyncio.run(told(ingress))[0]["status"] == 408

@@ -1,6 +1,7 @@
 """Command lines of engines' servers, and what becomes of a server whose parent is gone."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -122,20 +123,23 @@ KEEP = (
 )
 
 
-def test_a_server_ends_with_its_parent_and_all_that_it_started_with_it(tmp_path):
+@pytest.mark.parametrize("is_killed", [False, True])  # as Ray does with a worker's children
+def test_a_server_ends_with_its_parent_and_all_that_it_started_with_it(tmp_path, is_killed):
     is_up = tmp_path / "up"
     left = tmp_path / "files"
     left.mkdir()
     command = [sys.executable, "-c", KEEP, str(left), sys.executable, "-c", SPAWNS, str(is_up)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as keeper:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as keeper:
         wait_for(is_up.exists, "the server")
         below = psutil.Process(keeper.pid).children(recursive=True)
-        assert len(below) == 2
         assert keeper.stdin is not None
-        keeper.stdin.close()
-        assert keeper.wait(60) == 128 + signal.SIGKILL, "it ignored the milder signal"
+        if is_killed:
+            os.killpg(keeper.pid, signal.SIGKILL)
+        else:
+            keeper.stdin.close()
+            assert keeper.wait(60) == 128 + signal.SIGKILL, "it ignored the milder signal"
         gone, alive = psutil.wait_procs(below, timeout=20)
-        assert (len(gone), alive) == (2, [])
+        assert (len(gone), alive) == (3, [])
     assert not left.exists()
 
 
@@ -158,9 +162,9 @@ def test_a_server_ends_with_its_keeper(tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE) as keeper:
         wait_for(is_up.exists, "the server")
         below = psutil.Process(keeper.pid).children(recursive=True)
-        keeper.kill()
+        below[0].kill()
         gone, _ = psutil.wait_procs(below, timeout=20)
-        assert len(gone) == 1
+        assert len(gone) == 2
 
 
 LEAVES = """
@@ -179,7 +183,7 @@ def test_shared_memory_of_a_server_that_is_killed_is_removed(tmp_path):
         wait_for((tmp_path / "up").exists, "the server")
         left = Path("/dev/shm") / (tmp_path / "named").read_text()
         assert left.exists()
-        server = psutil.Process(keeper.pid).children()[0]
+        server = psutil.Process(keeper.pid).children()[0].children()[0]
         (tracker,) = server.children()
         server.kill()
         assert keeper.wait(60) == 128 + signal.SIGKILL
