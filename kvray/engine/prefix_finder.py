@@ -51,6 +51,7 @@ _THREADS = 4
 _COUNTED_ON_S = 10.0
 """Longest try for the lock where the alternative is the engine's end, beyond the time after which a
 stopped process that has it is ended."""
+_AGAIN_S = 0.001
 _TOKENS_MIN = 128
 """Passes of fewer tokens tell more of what a pass costs than of what a token costs."""
 _KEEP = 0.8
@@ -372,17 +373,19 @@ def _lease_exactly(shared: SharedState, arena: Arena, keys: list[BlockKey]) -> P
     A prefix of a leased prefix may need other blocks of a group with a window than were leased. The
     engine counts on them, so a busy arena is tried for longer than for a promise.
     """
-    own, left_s = shared.identity.own, shared.config.arena.stopped_s + _COUNTED_ON_S
-    deadline, held = time.monotonic() + left_s, None
-    while held is None and left_s > 0:
-        held = arena.lease_for(keys, own.part_requests, is_counted_on=True, wait_s=left_s)
-        left_s = deadline - time.monotonic()
+    requests = shared.identity.own.part_requests
+    left_s = shared.config.arena.stopped_s + _COUNTED_ON_S
+    deadline = time.monotonic() + left_s
+    held = arena.lease_for(keys, requests, is_counted_on=True, wait_s=left_s)
+    while held is None and (left_s := deadline - time.monotonic()) > 0:
+        time.sleep(_AGAIN_S)  # it may lack room, and others give some back
+        held = arena.lease_for(keys, requests, is_counted_on=True, wait_s=left_s)
     if held is None:
         return None
     if held.num_blocks < len(keys):
         shared.release_leases(arena, *held.leases)
         return None
-    return _prefix(own, arena, held, held.num_blocks, _NONE_AWAY)
+    return _prefix(shared.identity.own, arena, held, held.num_blocks, _NONE_AWAY)
 
 
 def _prefix(
