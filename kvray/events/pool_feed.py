@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 _POLL_S, _BUSY_S = 0.05, 0.002
 _AGAIN_S = 1.0
 _EVENTS = 64  # in a batch
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""An engine is of this node, whatever `http_proxy` says."""
 
 
 class PoolFeed:
@@ -125,7 +127,7 @@ class HttpDrain:
         TransferError: the server does not answer with a list of events.
         """
         try:
-            with urllib.request.urlopen(self._request, timeout=_TIMEOUT_S) as answer:
+            with _DIRECT.open(self._request, timeout=_TIMEOUT_S) as answer:
                 kind = answer.headers.get_content_type()
                 if kind == "text/event-stream":
                     raise TransferError(

@@ -7,11 +7,10 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
@@ -142,11 +141,12 @@ class EngineServer:
 
     def is_well(self, *, timeout_s: float) -> bool:
         """Ask the server's `/health`."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=timeout_s) as answer:
-                return bool(answer.status == 200)
-        except (OSError, HTTPException):
-            return False
+        with closing(HTTPConnection(HOST, self.port, timeout=timeout_s)) as asked:
+            try:
+                asked.request("GET", "/health")
+                return asked.getresponse().status == 200
+            except (OSError, HTTPException):
+                return False
 
     def close(self) -> None:
         """End the server and all that it has started. Twice is fine."""

@@ -122,6 +122,7 @@ class StoppedHolder:
             pid, lambda: _holder(side_file, pid) == before
         ):
             _log.warning("%s: has killed process %d, which stayed stopped", self._shard, pid)
+            self._since = now  # a frozen one may die only when it is thawed
 
 
 def _holder(side_file: SideFile, *pids: int) -> tuple[int, tuple[bytes, ...]] | None:

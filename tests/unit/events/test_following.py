@@ -310,7 +310,8 @@ def drained(status: int, kind: str, body: bytes) -> list[Any]:
         return HttpDrain(f"{address}/")()
 
 
-def test_events_are_taken_as_they_are():
+def test_events_are_taken_as_they_are_past_any_proxy(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     events = [{"event_id": 0, "data": {"type": "created"}}]
     assert drained(200, "application/json", json.dumps(events).encode()) == events
 

@@ -15,7 +15,7 @@ pytest.importorskip("ray.serve")
 
 from kvray.errors import ConfigError, KVRayError
 from kvray.serve import Settings
-from kvray.serve.server import EngineServer, command_of
+from kvray.serve.server import HOST, EngineServer, command_of
 from tests.waiting import wait_for
 
 
@@ -94,6 +94,16 @@ def test_a_server_that_does_not_start_says_what_it_printed():
     with pytest.raises(KVRayError, match=r"engine-0 has ended\. It last printed: no such model"):
         server.wait_ready(60.0)
     server.close()
+    server.close()
+
+
+def test_no_proxy_stands_between_a_replica_and_its_server(tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", f"http://{HOST}:9")
+    (tmp_path / "health").touch()
+    served = ["-m", "http.server", "{port}", "--bind", "{host}", "--directory", str(tmp_path)]
+    settings = Settings(command=[sys.executable, *served])
+    server = EngineServer("engine-0", settings, env={}, log=None)
+    server.wait_ready(60.0)
     server.close()
 
 
