@@ -42,8 +42,9 @@ def served(local: LocalRay) -> Iterator[Served]:
     before = {*_SHM.glob("psm_*")}
     with open_served(local, "serve-llm", write=write) as made:
         yield made
-    # Ray kills what vLLM has started; Python's resource trackers remove its queues soon after.
-    wait_for(lambda: before.issuperset(_SHM.glob("psm_*")), "the end of vLLM's queues")
+    # Ray kills what vLLM has started, often with the trackers that would remove its queues.
+    for queue in {*_SHM.glob("psm_*")} - before:
+        queue.unlink(missing_ok=True)
 
 
 def test_the_second_replica_has_from_the_tier_what_the_first_computed(served):
