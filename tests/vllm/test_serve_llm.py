@@ -37,13 +37,22 @@ def write(path: Path, *, kvray_config: str) -> int:
     return port
 
 
+def _queues() -> set[Path]:
+    return {*_SHM.glob("psm_*"), *_SHM.glob("sem.mp-*")}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> None:
+    """Look at the session's end alone: vLLM's queues come with a replica, and go with all."""
+
+
 @pytest.fixture(scope="module")
 def served(local: LocalRay) -> Iterator[Served]:
-    before = {*_SHM.glob("psm_*")}
+    before = _queues()
     with open_served(local, "serve-llm", write=write) as made:
         yield made
     # Ray kills what vLLM has started, often with the trackers that would remove its queues.
-    for queue in {*_SHM.glob("psm_*")} - before:
+    for queue in _queues() - before:
         queue.unlink(missing_ok=True)
 
 
