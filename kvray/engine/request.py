@@ -7,14 +7,15 @@ report is what one pass has that is new about a request. It may have retention p
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from kvray.engine.meta import Promise
 from kvray.errors import LayoutMismatch
 from kvray.identity.block import KEY_BYTES, BlockKey
-from kvray.identity.keys import MediaItem, chain_keys, chain_packed, pack
+from kvray.identity.keys import MediaItem, chain_packed, pack, pack_tokens
 from kvray.node import BlockTokens, PromptCounts
 from kvray.store.arena.layout import DEFAULT_PRIORITY, PRIORITY_MAX
 from kvray.trace.arrival import Arrivals
@@ -243,18 +244,23 @@ class RequestState:
 
 
 _ROOT = BlockKey(bytes(KEY_BYTES))
-_UNWRITTEN_MAX = 65_536
-"""Prompts followed, and places of notes; those of longest ago are forgotten."""
+_OPEN_MAX = 1024
+"""Prompts followed; of those that were heard of longest ago only the notes stay."""
+_NOTES_MAX = 65_536
+"""Notes kept; the oldest are forgotten."""
+
+_Note: TypeAlias = tuple[BlockKey, bytes]
+"""Key of the blocks before a token, and the packed tokens from there on, it being the last."""
 
 
 @dataclass(slots=True)
 class _OpenPrompt:
     """A prompt that is not known to be computed to its end."""
 
-    tokens: Sequence[int]
+    tokens: npt.NDArray[np.int32]
     keys: list[BlockKey]
     """Of the blocks before each block."""
-    note: tuple[bytes, tuple[int, ...]] | None = None
+    note: _Note | None = None
 
 
 class UnwrittenTokens:
@@ -269,54 +275,60 @@ class UnwrittenTokens:
     def __init__(self, tokens_per_block: int) -> None:
         self._size = tokens_per_block
         self._open: dict[int, _OpenPrompt] = {}
-        self._notes: dict[bytes, Counter[tuple[int, ...]]] = {}
-        """Key of the blocks before a noted token -> the tokens from there on, it being the last."""
+        self._notes: dict[_Note, int] = {}
+        """How many prompts have left each."""
+        self._places = Counter[BlockKey]()
+        """Notes behind each key; most keys have none."""
 
     def begin(self, request_id: int, tokens: Sequence[int], num_computed: int) -> bool:
         """Follow a prompt, `num_computed` tokens of which the engine has; may one be unwritten?"""
-        size, keys = self._size, [_ROOT]
-        keys += chain_keys(tokens, tokens_per_block=size, seed=_ROOT)
+        size, packed, keys = self._size, pack_tokens(tokens), [_ROOT]
+        keys += chain_packed(packed, tokens_per_block=size, seed=_ROOT)
         is_unsure = any(
-            start + len(noted) <= num_computed
-            and noted == tuple(tokens[start : start + len(noted)])
+            (key, packed[start : start + count].tobytes()) in self._notes
             for start, key in zip(range(0, num_computed, size), keys, strict=False)
-            for noted in self._notes.get(key, ())
+            if key in self._places
+            for count in range(1, min(size, num_computed - start) + 1)
         )
         # What another life of this id has noted stays: its pages may be those that are reused now.
-        self._open[request_id] = _OpenPrompt(tokens, keys)
+        self._open.pop(request_id, None)
+        self._open[request_id] = _OpenPrompt(packed, keys)
         self.confirm(request_id, num_computed)
-        while len(self._open) > _UNWRITTEN_MAX:
+        while len(self._open) > _OPEN_MAX:
             del self._open[next(iter(self._open))]
-        while len(self._notes) > _UNWRITTEN_MAX:
-            del self._notes[next(iter(self._notes))]
+        while len(self._notes) > _NOTES_MAX:
+            self._erase(next(iter(self._notes)))
         return is_unsure
 
     def confirm(self, request_id: int, num_computed: int) -> None:
         """Note that so many leading tokens of a prompt are computed; nothing if it is over."""
-        if (prompt := self._open.get(request_id)) is None:
+        if (prompt := self._open.pop(request_id, None)) is None:
             return
-        if prompt.note is not None:
-            key, noted = prompt.note
-            left = self._notes.get(key, Counter())
-            left[noted] -= 1
-            self._notes[key] = left = +left
-            if not left:
-                del self._notes[key]
+        if prompt.note in self._notes:  # else it was forgotten
+            self._notes[prompt.note] -= 1
+            if not self._notes[prompt.note]:
+                self._erase(prompt.note)
         if num_computed >= len(prompt.tokens):
-            del self._open[request_id]
             return
-        num_computed = max(0, num_computed)
-        block = num_computed // self._size
-        key = prompt.keys[block]
-        noted = tuple(prompt.tokens[block * self._size : num_computed + 1])
-        self._notes.setdefault(key, Counter())[noted] += 1
-        prompt.note = key, noted
+        self._open[request_id] = prompt  # as the last that was heard of
+        end = max(0, num_computed)
+        block = end // self._size
+        prompt.note = prompt.keys[block], prompt.tokens[block * self._size : end + 1].tobytes()
+        if prompt.note not in self._notes:
+            self._places[prompt.note[0]] += 1
+        self._notes[prompt.note] = self._notes.get(prompt.note, 0) + 1
 
     def end(self, request_id: int, *, is_computed: bool) -> None:
         """A request has ended; its note stays, unless the whole prompt is computed."""
         if is_computed and request_id in self._open:
             self.confirm(request_id, len(self._open[request_id].tokens))
         self._open.pop(request_id, None)
+
+    def _erase(self, note: _Note) -> None:
+        del self._notes[note]
+        self._places[note[0]] -= 1
+        if not self._places[note[0]]:
+            del self._places[note[0]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvray.connector.request import Identity, Prompt
-from kvray.engine.request import RequestState
+from kvray.engine.request import RequestState, UnwrittenTokens
 from kvray.errors import LayoutMismatch
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import MediaItem, chain_keys
 
 BLOCK = 4
+PROMPT = list(range(100, 118))
 SEED = b"s" * 32
 
 
@@ -175,3 +176,42 @@ def test_blocks_whose_pages_may_have_changed_are_neither_saved_nor_lost():
     state.extend(list(range(10, 20)), [[3, 4]], new=False)
     assert list(save(state, 20)) == []
     assert state.num_full == state.num_saved
+
+
+# Tokens that an engine's own prefix cache may have unwritten.
+
+
+def test_what_reuses_a_token_that_nobody_computed_is_unsure():
+    unwritten = UnwrittenTokens(4)
+    assert not unwritten.begin(1, PROMPT, 0)
+    unwritten.confirm(1, 6)  # and not a word any more
+    assert not unwritten.begin(2, PROMPT, 6)
+    assert unwritten.begin(3, PROMPT, 7)
+    assert not unwritten.begin(4, [*PROMPT[:6], 0, *PROMPT[7:]], 12), "it has another token there"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_of_a_prompt_that_was_computed_nothing_is_unsure(ends):
+    unwritten = UnwrittenTokens(4)
+    unwritten.begin(1, PROMPT, 0)
+    if ends:
+        unwritten.end(1, is_computed=True)
+    else:
+        unwritten.confirm(1, len(PROMPT))
+    assert not unwritten.begin(2, PROMPT, len(PROMPT) - 1)
+    unwritten.end(2, is_computed=True)
+    for kept in (unwritten._notes, unwritten._places, unwritten._open):
+        assert not kept
+
+
+def test_prompts_that_end_without_a_word_cost_a_bounded_memory(monkeypatch):
+    monkeypatch.setattr("kvray.engine.request._OPEN_MAX", 3)
+    monkeypatch.setattr("kvray.engine.request._NOTES_MAX", 5)
+    unwritten = UnwrittenTokens(4)
+    for number in range(9):
+        unwritten.begin(number, [*PROMPT, number], len(PROMPT))
+    assert (len(unwritten._open), len(unwritten._notes)) == (3, 5)
+    assert sum(unwritten._places.values()) == 5
+    assert unwritten.begin(20, [*PROMPT, 8, 7], len(PROMPT) + 1)
+    assert not unwritten.begin(21, [*PROMPT, 0, 7], len(PROMPT) + 1), "the oldest are forgotten"
+    unwritten.confirm(0, len(PROMPT) + 1)  # of a note that is gone
