@@ -123,8 +123,11 @@ def test_a_file_system_that_does_not_answer_holds_up_no_request(tmp_path, monkey
         wait_for(lambda one=(number, path): known.fingerprint(*one) is not None, path)
 
 
-def test_a_first_look_counts_though_it_was_late(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_changes_after_a_late_look_shows_at_the_next(tmp_path, monkeypatch, caplog, is_known):
     known, path = make(), str(write_adapter(tmp_path))
+    if is_known:
+        assert known.fingerprint(1, path) is not None
     with monkeypatch.context() as patch:
         gate = Gate(patch, model_name, "stamp_model")
         patch.setattr(model_name, "_WAIT_S", 0.0)
@@ -134,19 +137,6 @@ def test_a_first_look_counts_though_it_was_late(tmp_path, monkeypatch, caplog):
     write_adapter(tmp_path, b"changed")
     assert known.fingerprint(1, path) is None
     assert "not those of its first request" in caplog.text
-
-
-def test_no_request_goes_by_a_late_look_of_an_earlier_one(tmp_path, monkeypatch):
-    known, path = make(), str(write_adapter(tmp_path))
-    assert known.fingerprint(1, path) is not None
-    with monkeypatch.context() as patch:
-        gate = Gate(patch, model_name, "stamp_model")
-        patch.setattr(model_name, "_WAIT_S", 0.0)
-        assert known.fingerprint(1, path) is None
-    gate.open.set()
-    wait_for(lambda: not num_threads(), "the late look")
-    write_adapter(tmp_path, b"changed")
-    assert known.fingerprint(1, path) is None
 
 
 def num_threads() -> int:
