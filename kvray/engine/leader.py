@@ -10,7 +10,7 @@ engine counts on it after all, it must be stopped.
 
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -526,15 +526,16 @@ def record(shared: SharedState, answer: Answer) -> None:
     arrivals = state.arrivals if state is not None and wanted else ()
     if state is not None and (promise := state.promise) is not None:
         end, hit = promise.end, promise.num_tokens
-        came = Counter[str]()
+        came = {"host": 0, "disk": 0, "remote": 0}
         if promise.lease.stored_by != shared.args.num_parts_ranks:
             totals["resliced_tokens"] += hit
-        here = ((promise.first, end, HERE, ""),)  # as mostly
-        runs = runs_between(arrivals, promise.first, end) if arrivals else here
-        for start, stop, way, source in runs:
-            own = max(0, promise.num_computed - start * size)  # in the first block
-            totals[f"hit_tokens_from_{way}"] += (stop - start) * size - own
-            came[source_of(way, source)] += stop - start
+        if arrivals:
+            for start, stop, way, source in runs_between(arrivals, promise.first, end):
+                own = max(0, promise.num_computed - start * size)  # in the first block
+                totals[f"hit_tokens_from_{way}"] += (stop - start) * size - own
+                came[source_of(way, source)] += stop - start
+        else:
+            totals[f"hit_tokens_from_{HERE}"] += hit
         state.counts = state.counts._replace(
             hit=end - promise.first, disk=came["disk"], remote=came["remote"]
         )

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from kvray.errors import ShardUnavailable
 from kvray.store.machine import lockers
@@ -201,7 +201,8 @@ class SideFile:
         if self._description.fd < 0:
             return None
         try:
-            return cast(Description, self._of_thread.description)
+            own: Description = self._of_thread.description
+            return own
         except AttributeError:
             pass
         with contextlib.suppress(OSError):
