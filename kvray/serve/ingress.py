@@ -54,6 +54,14 @@ _ASKED_S = 0.15
 """How long `/health` waits for Serve."""
 _OURS = frozenset((b"date", b"server", b"x-request-id"))
 """Headers of an answer that Serve's proxy sets itself."""
+_ANTHROPIC = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+"""Kinds of errors by status, where the protocol is Anthropic's."""
 _FLAGS_AT = 53
 """Where the flags of a `traceparent` begin."""
 _ORIGIN = re.compile(rb"(?i:https?:)?//([^/?#]*)")
@@ -319,7 +327,7 @@ def _refusal(error: RequestError, path: str) -> Response:
 def _told(error: RequestError, path: str) -> dict[str, Any]:
     """Return an error as the protocol of a path has it."""
     if path == "/v1/messages":
-        kind = "rate_limit_error" if error.status == 429 else "api_error"
+        kind = _ANTHROPIC.get(error.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": str(error)}}
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     about = {"message": str(error), "type": kind, "param": None, "code": error.code}

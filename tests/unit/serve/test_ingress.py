@@ -127,6 +127,15 @@ def test_what_no_engine_gets_is_refused_in_openais_form(path, body, headers, sta
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
+@pytest.mark.parametrize(
+    ("headers", "kind"), [({}, "request_too_large"), ({"x-a": "a" * 70_000}, "api_error")]
+)
+def test_what_no_engine_gets_is_refused_in_anthropics_form(headers, kind):
+    client = client_of(Handle(), body_bytes_max=4)
+    answer = client.post("/v1/messages", content=b"12345", headers=headers).json()
+    assert (answer["type"], answer["error"]["type"]) == ("error", kind)
+
+
 def test_a_request_that_is_no_http_is_refused_before_an_engine_gets_it():
     handle = Handle(whole("a"))
     start, *_ = asyncio.run(told(ingress_of(handle), WHOLE, (b"host", b"a"), (b"host", b"b")))
