@@ -324,11 +324,11 @@ def _entries(keys: bytes, parts: Sequence[int] | Array) -> tuple[Array, Array]:
     return packed, numbers.astype(np.int64)
 
 
-def _rounds(packed: Array) -> Iterator[Array]:
+def _rounds(packed: Array) -> Iterator[Array | slice]:
     """Yield rows in rounds; no round has a key twice."""
     words = np.sort(packed[:, 0])
     if not (words[1:] == words[:-1]).any():
-        yield np.arange(len(packed))
+        yield slice(None)
         return
     order = np.argsort(packed[:, 0])
     words = packed[order, 0]
