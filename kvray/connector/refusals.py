@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvray.connector.base import version_numbers
+from kvray.engine.cache_layout import CacheLayout
 from kvray.engine.engine_args import CheckpointConfig, EngineArgs, field_of, number_of, text_of
 from kvray.errors import ConfigError
 
@@ -81,6 +82,28 @@ def refuse_flat_pool(args: EngineArgs, shape: Sequence[int]) -> None:
         raise ConfigError(
             f"The engine's blocks hold {tokens} tokens, not the {args.tokens_per_block} that it was"
             f" told; set kv_cache_config.tokens_per_block to {tokens}."
+        )
+
+
+def refuse_layout(args: EngineArgs, layout: CacheLayout) -> None:
+    """Raise ConfigError for layer groups with other blocks than `args`, or with unwritten pages.
+
+    The second cache manager gives a prompt the pages of its first chunk before it asks what is
+    promised. Those that a window has passed by the end of the promise are in no report, so nobody
+    writes them. It may take them into its own prefix cache all the same.
+    """
+    if layout.tokens_per_block != args.tokens_per_block:
+        raise ConfigError(
+            f"The KV cache has {layout.tokens_per_block} tokens in a block, the engine's"
+            f" arguments say {args.tokens_per_block}; set"
+            " kv_cache_config.tokens_per_block to what the cache has."
+        )
+    has_windows = any(layers.window is not None for layers in layout.groups)
+    if has_windows and args.block_reuse and args.reuses_passed:
+        raise ConfigError(
+            "Under the policy all_reusable the second cache manager reuses pages that an attention"
+            " window has passed and nobody has written; set"
+            " kv_cache_config.block_reuse_config.policy to per_request."
         )
 
 

@@ -183,6 +183,7 @@ def read_engine_args(
         is_sparse=_is_sparse(llm_args, checkpoint),
         spread_setting="gpus_per_node",
         drafts_tokens=field_of(llm_args, "speculative_config") is not None,
+        reuses_passed=_reuses_passed(cache),
         reuses_unwritten=_reuses_unwritten(),
         weights_may_change=field_of(llm_args, "ray_worker_extension_cls") is not None,
         takes_offers_later=takes_offers_later,
@@ -271,6 +272,16 @@ def _is_sparse(llm_args: Any, checkpoint: CheckpointConfig) -> bool:
     # `skip_softmax` changes the arithmetic and caches nothing.
     is_asked_for = sparse is not None and text_of(sparse, "algorithm") != "skip_softmax"
     return is_asked_for or checkpoint.has_index_cache
+
+
+def _reuses_passed(cache: Any) -> bool:
+    """Return whether the second cache manager keeps what a window passes for its own reuse.
+
+    Source: `KvCache::_unlockStaleBlocks` holds it for the commit, unless `commitMinSnapshot` is
+    set, which is so under the policies other than the default.
+    """
+    policy = text_of(field_of(cache, "block_reuse_config"), "policy").lower()
+    return policy not in ("per_request", "per_conversation")
 
 
 def _reuses_unwritten() -> bool:

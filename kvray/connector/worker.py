@@ -4,12 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvray.connector.base import KvCacheConnectorWorker
 from kvray.connector.read_layout import layout_of_tensor, read_layout
-from kvray.connector.refusals import refuse_flat_pool
+from kvray.connector.refusals import refuse_flat_pool, refuse_layout
 from kvray.connector.start import state_for
 from kvray.engine.meta import ConnectorMeta
 from kvray.engine.rank import RankWorker
 from kvray.engine.shared_state import SharedState, shut_down_at_exit
-from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -51,12 +50,7 @@ class KvRayWorker(KvCacheConnectorWorker):
         read = read_layout(
             layout, may_be_latent=self._may_be_latent, is_head_major=self._is_head_major
         )
-        if read.tokens_per_block != self._shared.args.tokens_per_block:
-            raise ConfigError(
-                f"The KV cache has {read.tokens_per_block} tokens in a block, the engine's"
-                f" arguments say {self._shared.args.tokens_per_block}; set"
-                " kv_cache_config.tokens_per_block to what the cache has."
-            )
+        refuse_layout(self._shared.args, read)
         self._rank.register(read)
 
     def start_load_kv(self, stream: Any) -> None:

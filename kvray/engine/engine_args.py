@@ -294,6 +294,9 @@ class EngineArgs:
     drafts_tokens: bool = False
     """The engine drafts tokens and takes back the pages of those it rejects, without a word; so a
     page that was reported for an answer may belong to others by now."""
+    reuses_passed: bool = False
+    """The engine's own prefix cache takes in pages that a window passes before they are written:
+    those of a prompt's first chunk that a promise goes beyond."""
     reuses_unwritten: bool = False
     """The engine takes all blocks of a prompt for computed that was cancelled, or failed, on its
     way: its own prefix cache may have pages that nobody wrote."""

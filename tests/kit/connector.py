@@ -233,7 +233,9 @@ class GroupedEngine(Pair):
     """One rank whose cache has full attention, bytes that all ranks share, and a window."""
 
     def __init__(self, **changes: Any) -> None:
-        args = args_for(cache={"use_kv_cache_manager_v2": True}, **changes)
+        reuse = SimpleNamespace(policy="per_request")
+        cache = {"use_kv_cache_manager_v2": True, "block_reuse_config": reuse}
+        args = args_for(cache=cache, **changes)
         self.worker, self.scheduler = KvRayWorker(args), KvRayScheduler(args)
         self.memory = {
             size: torch.full((NUM_BLOCKS, size), 255, dtype=torch.uint8)

@@ -195,9 +195,12 @@ class Cache:
         """Give a request its first pages, with what is taken of an offer."""
         take = self._take_some if self._has_groups else self._take_all
         local, taken = take(request)
+        if self._has_groups:  # these came before the connector was asked
+            self.extend(request, local + request.context_chunk_size, history=local)
         request.set_prepopulated_prompt_len(local + taken, BLOCK)
         if self._has_groups:
             start = request.context_current_position
+            self.pass_windows(request, start)
             self.extend(request, start + request.context_chunk_size, history=start)
         request.has_pages, request.num_hit = True, taken
         self.connector.update_state_after_alloc(request, self.get_cache_indices(request))

@@ -1,13 +1,23 @@
 """Caches with several layer groups, windows, gaps and bytes that all ranks share."""
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvray.errors import ConfigError
 from tests.trtllm.conftest import PROMPT
 from tests.trtllm.engine import Engine
-from tests.trtllm.memory import ALL_WINDOWS, BLOCK, REPLICATED, WINDOWED, GroupShape, Shape
+from tests.trtllm.memory import (
+    ALL_WINDOWS,
+    BLOCK,
+    REPLICATED,
+    WINDOWED,
+    GroupShape,
+    Memory,
+    Shape,
+)
 from tests.trtllm.version import WITH_GROUPS, on
 
 SEVERAL = Shape(
@@ -98,6 +108,24 @@ def test_part_of_an_offer_is_loaded_from_an_arena_that_is_busy_or_was_given_up(
     warm.at["asked"] = make_trouble
     assert warm.serve(PROMPT, max_new=9).num_hit == 3 * BLOCK
     monkeypatch.undo()
+
+
+@on(*WITH_GROUPS)
+@pytest.mark.parametrize("policy", ["all_reusable", None])
+def test_windows_are_refused_where_the_engine_reuses_pages_that_they_passed_unwritten(
+    version, shard, policy
+):
+    """A request gets pages for its first chunk before it is asked about; see `refuse_layout`."""
+    reuse = None if policy is None else SimpleNamespace(policy=policy)
+    (worker,), scheduler = version.construct(cache={"block_reuse_config": reuse})
+    windowed, several = [
+        Memory(shape, rank=0, num_pages=8).layout(version) for shape in (WINDOWED, SEVERAL)
+    ]
+    with pytest.raises(ConfigError, match=r"block_reuse_config\.policy to per_request"):
+        worker.register_kv_cache_layout(windowed)
+    worker.register_kv_cache_layout(several)
+    scheduler.shutdown()
+    worker.shutdown()
 
 
 @on(*WITH_GROUPS)
