@@ -161,13 +161,16 @@ def read_engine_args(
     graphs = text_of(llm_args, "prefill_cuda_graph_backend").lower()
     is_compiled = is_compiled or graphs not in ("", "disabled")
     transfers = field_of(llm_args, "cache_transceiver_config")
+    keeps_ends = _keeps_ends(cache)
     return EngineArgs(
         model=model,
         tokens_per_block=_tokens_per_block(llm_args, cache),
         num_ranks=num_ranks,
         rank=_rank(llm_args, num_ranks),
         block_reuse=field_of(cache, "enable_block_reuse") is not False,
-        has_writes_aside=partial_reuse or field_of(transfers, "backend") is not None,
+        has_writes_aside=(
+            partial_reuse or keeps_ends or field_of(transfers, "backend") is not None
+        ),
         refills_inputs=_refills_inputs(llm_args),
         owns_partial_blocks=partial_reuse and not is_compiled and not _copies_aside(),
         quantization=canonical_text(field_of(llm_args, "quant_config"), _QUANTIZATION),
@@ -183,7 +186,7 @@ def read_engine_args(
         is_sparse=_is_sparse(llm_args, checkpoint),
         spread_setting="gpus_per_node",
         drafts_tokens=field_of(llm_args, "speculative_config") is not None,
-        reuses_passed=_reuses_passed(cache),
+        reuses_passed=not keeps_ends,
         reuses_unwritten=_reuses_unwritten(),
         weights_may_change=field_of(llm_args, "ray_worker_extension_cls") is not None,
         takes_offers_later=takes_offers_later,
@@ -274,14 +277,16 @@ def _is_sparse(llm_args: Any, checkpoint: CheckpointConfig) -> bool:
     return is_asked_for or checkpoint.has_index_cache
 
 
-def _reuses_passed(cache: Any) -> bool:
-    """Return whether the second cache manager keeps what a window passes for its own reuse.
+def _keeps_ends(cache: Any) -> bool:
+    """Return whether the second cache manager keeps the ends of prompts only, each in a copy.
 
-    Source: `KvCache::_unlockStaleBlocks` holds it for the commit, unless `commitMinSnapshot` is
-    set, which is so under the policies other than the default.
+    It makes the copy of a begun block right behind the pass, on a page that others have just given
+    back. By default it makes none, and keeps what a window passes for its own reuse.
+
+    Source: `KvCache::commit` and `_unlockStaleBlocks`, where `commitMinSnapshot` is set.
     """
     policy = text_of(field_of(cache, "block_reuse_config"), "policy").lower()
-    return policy not in ("per_request", "per_conversation")
+    return policy in ("per_request", "per_conversation")
 
 
 def _reuses_unwritten() -> bool:

@@ -116,6 +116,8 @@ class Engine:
             args["speculative_config"] = SimpleNamespace(
                 decoding_type="NGram", max_draft_len=draft_len
             )
+        if any(group.window is not None for group in shape.groups):  # not the default
+            cache = {"block_reuse_config": SimpleNamespace(policy="per_request")} | (cache or {})
         self.workers, self.scheduler = version.construct(
             ranks,
             num_ranks=num_ranks if owner is None else OWNERS,

@@ -163,7 +163,6 @@ class Version:
             "enable_block_reuse": True,
             "enable_partial_reuse": False,
             "enable_swa_scratch_reuse": False,
-            "block_reuse_config": SimpleNamespace(policy="per_request"),  # not the default
             "tokens_per_block": BLOCK,
             "use_kv_cache_manager_v2": "auto" if self.has_groups else False,
         }

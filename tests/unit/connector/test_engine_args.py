@@ -83,6 +83,14 @@ def test_reuse_is_on_unless_it_is_switched_off():
     assert not read_args(args_for(cache={"enable_block_reuse": False})).block_reuse
 
 
+@pytest.mark.parametrize("policy", ["per_request", "per_conversation"])
+def test_each_pass_waits_for_its_saves_where_begun_blocks_are_copied_behind_it(policy):
+    cache = {"enable_partial_reuse": False, "block_reuse_config": SimpleNamespace(policy=policy)}
+    assert read_args(args_for(cache=cache)).has_writes_aside
+    cache["block_reuse_config"].policy = "all_reusable"
+    assert not read_args(args_for(cache=cache)).has_writes_aside
+
+
 class Streamless:
     def __init__(self, kv_cache_config: object) -> None: ...
 
