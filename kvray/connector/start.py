@@ -161,7 +161,10 @@ def read_engine_args(
     graphs = text_of(llm_args, "prefill_cuda_graph_backend").lower()
     is_compiled = is_compiled or graphs not in ("", "disabled")
     transfers = field_of(llm_args, "cache_transceiver_config")
-    keeps_ends = _keeps_ends(cache)
+    # Second manager: `KvCache::commit` copies a prompt's begun block behind the pass under these
+    # policies; under the others `_unlockStaleBlocks` holds for it what a window passes.
+    reuse = text_of(field_of(cache, "block_reuse_config"), "policy").lower()
+    keeps_ends = reuse in ("per_request", "per_conversation")
     return EngineArgs(
         model=model,
         tokens_per_block=_tokens_per_block(llm_args, cache),
@@ -186,7 +189,7 @@ def read_engine_args(
         is_sparse=_is_sparse(llm_args, checkpoint),
         spread_setting="gpus_per_node",
         drafts_tokens=field_of(llm_args, "speculative_config") is not None,
-        reuses_passed=not keeps_ends,
+        reuses_passed=reuse != "" and not keeps_ends,
         reuses_unwritten=_reuses_unwritten(),
         weights_may_change=field_of(llm_args, "ray_worker_extension_cls") is not None,
         takes_offers_later=takes_offers_later,
@@ -275,18 +278,6 @@ def _is_sparse(llm_args: Any, checkpoint: CheckpointConfig) -> bool:
     # `skip_softmax` changes the arithmetic and caches nothing.
     is_asked_for = sparse is not None and text_of(sparse, "algorithm") != "skip_softmax"
     return is_asked_for or checkpoint.has_index_cache
-
-
-def _keeps_ends(cache: Any) -> bool:
-    """Return whether the second cache manager keeps the ends of prompts only, each in a copy.
-
-    It makes the copy of a begun block right behind the pass, on a page that others have just given
-    back. By default it makes none, and keeps what a window passes for its own reuse.
-
-    Source: `KvCache::commit` and `_unlockStaleBlocks`, where `commitMinSnapshot` is set.
-    """
-    policy = text_of(field_of(cache, "block_reuse_config"), "policy").lower()
-    return policy in ("per_request", "per_conversation")
 
 
 def _reuses_unwritten() -> bool:

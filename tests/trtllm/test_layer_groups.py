@@ -111,12 +111,11 @@ def test_part_of_an_offer_is_loaded_from_an_arena_that_is_busy_or_was_given_up(
 
 
 @on(*WITH_GROUPS)
-@pytest.mark.parametrize("policy", ["all_reusable", None])
 def test_windows_are_refused_where_the_engine_reuses_pages_that_they_passed_unwritten(
-    version, shard, policy
+    version, shard
 ):
     """A request gets pages for its first chunk before it is asked about; see `refuse_layout`."""
-    reuse = None if policy is None else SimpleNamespace(policy=policy)
+    reuse = SimpleNamespace(policy="all_reusable")
     (worker,), scheduler = version.construct(cache={"block_reuse_config": reuse})
     windowed, several = [
         Memory(shape, rank=0, num_pages=8).layout(version) for shape in (WINDOWED, SEVERAL)
