@@ -193,8 +193,8 @@ class KvRayConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take what the ranks have registered, by rank."""
-        self._scheduler.lead(metadata[0])
+        """Take what the ranks have registered, by rank; ConfigError: kvray cannot serve it."""
+        self._scheduler.lead(metadata)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Have the pass wait for saves that read blocks it may write; called before each pass.

@@ -125,6 +125,18 @@ def _reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
     ):
         size = number_of(parallel, name, 1)
         yield size > 1, f"{name} is {size}; kvray serves vLLM with 1."
+    launcher = field_of(parallel, "distributed_executor_backend")
+    yield (
+        launcher == "external_launcher" and number_of(parallel, "tensor_parallel_size", 1) > 1,
+        "With distributed_executor_backend external_launcher each rank has a scheduler, and all"
+        " must decide alike, but what they find in the cache comes at different times; choose mp.",
+    )
+    device = str(field_of(field_of(vllm_config, "device_config"), "device_type"))
+    yield (
+        device not in ("cpu", "cuda") or torch.version.hip is not None,
+        "kvray copies by the driver of NVIDIA's GPUs, or on the CPU; with other devices leave"
+        " --kv-transfer-config out.",
+    )
     yield (
         field_of(vllm_config, "speculative_config") is not None,
         "speculative_config is set; kvray does not serve speculative decoding with vLLM yet, so"
@@ -171,7 +183,7 @@ def read_layout(kv_caches: dict[str, torch.Tensor], config: Any) -> CacheLayout:
     ConfigError: it is not one group of layers of which each has its bytes to itself, or a layer
     lies elsewhere than `config` says.
     """
-    group = _only_group(config)
+    group = only_group(config)
     numbers = {name: number for number, name in enumerate(group.layer_names)}
     regions = tuple(_regions(kv_caches, config, numbers))
     read = {layer for region in regions for step in region.steps for layer in step.layers}
@@ -193,8 +205,8 @@ def read_layout(kv_caches: dict[str, torch.Tensor], config: Any) -> CacheLayout:
     )
 
 
-def _only_group(config: Any) -> Any:
-    """Return the group of layers of a cache that has just one."""
+def only_group(config: Any) -> Any:
+    """Return the group of layers of a cache that has just one; ConfigError: it is not served."""
     groups = config.kv_cache_groups
     if len(groups) != 1:
         raise ConfigError(
@@ -208,6 +220,17 @@ def _only_group(config: Any) -> Any:
         raise ConfigError(
             f"The KV cache is of {other[0]}, of which vLLM gives pages back while a request runs;"
             " leave --kv-transfer-config out."
+        )
+    if alike:
+        raise ConfigError(
+            "The model's layers have KV caches of different sizes or kinds; kvray serves models"
+            " whose layers are alike, so leave --kv-transfer-config out."
+        )
+    # vLLM, too, switches its prefix cache off then; a connector is not told.
+    if getattr(spec, "non_causal", False):
+        raise ConfigError(
+            "The model's prompts are read in both directions, so the KV of a token depends on"
+            " those that follow it, and none can be shared; leave --kv-transfer-config out."
         )
     return groups[0]
 
@@ -224,10 +247,13 @@ def _regions(
                 f"vLLM keeps other caches beside that of {placed.layers[0]}; kvray serves models"
                 " with one KV cache."
             )
-        if not 0 < page_bytes <= placed.block_stride:
+        strides = [placed.block_stride, placed.layer_stride]
+        nearest = min(strides) if len(layers) > 1 else placed.block_stride
+        if not 0 < page_bytes <= nearest:
             raise ConfigError(
-                f"A block has {page_bytes} bytes a layer and {placed.block_stride} to the next one;"
-                " kvray serves blocks that do not overlap."
+                f"A block has {page_bytes} bytes a layer and {nearest} to the next one; kvray"
+                " serves blocks whose layers do not overlap, so choose another"
+                " VLLM_KV_CACHE_LAYOUT."
             )
         storage = _storage(kv_caches, layers, placed)
         if placed.layer_stride == page_bytes:  # a block has its layers end to end

@@ -9,7 +9,7 @@ wrong when the request is preempted meanwhile, and on some runners always.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -19,6 +19,7 @@ from kvray.engine.leader import Leader
 from kvray.engine.meta import ConnectorMeta, LoadPlan
 from kvray.engine.request import PassReport
 from kvray.engine.shared_state import SharedState
+from kvray.errors import ConfigError
 from kvray.trace.reasons import MissReason
 from kvray.vllm.held import Asked, HeldLoad, Holds
 from kvray.vllm.read import RequestReader
@@ -64,12 +65,26 @@ class SchedulingHalf:
 
                 self._events = TierEvents(shared)
 
-    def lead(self, metadata: Any) -> None:
-        """Take what a rank has registered; nothing is promised before."""
-        assert isinstance(metadata, PoolMetadata), "it comes from the other half"
+    def lead(self, ranks: Mapping[int, Any]) -> None:
+        """Take what the ranks have registered, by rank; nothing is promised before.
+
+        ConfigError: it is another connector's, or ranks are on several nodes, which `nnodes` does
+        not say of ranks that Ray has placed: each would find its own node's blocks alone.
+        """
+        first = ranks[0]
+        if not isinstance(first, PoolMetadata):
+            raise ConfigError(
+                f"vLLM's MultiConnector gave kvray what {type(first).__module__} has registered;"
+                " it passes on that of one connector only, so leave the other one out."
+            )
+        if len(hosts := {one.host for one in ranks.values()}) > 1:
+            raise ConfigError(
+                f"The engine's ranks are on several nodes ({', '.join(sorted(hosts))}); kvray"
+                " serves vLLM on one, so leave --kv-transfer-config out or have fewer ranks."
+            )
         shared = self._leader.shared
-        self._holds = Holds(num_ranks=shared.args.num_ranks, num_blocks=metadata.hold_blocks)
-        shared.lead(metadata.identity)
+        self._holds = Holds(num_ranks=shared.args.num_ranks, num_blocks=first.hold_blocks)
+        shared.lead(first.identity)
 
     def match(self, request: Any, num_computed: int) -> int | None:
         """Promise what can be loaded after vLLM's own tokens; return how many tokens that is.

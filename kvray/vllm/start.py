@@ -1,9 +1,12 @@
 """How both halves of the connector begin, and what vLLM carries between them."""
 
+import platform
+import socket
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -27,7 +30,7 @@ from kvray.engine.meta import ConnectorMeta
 from kvray.engine.shared_state import SharedState, shared_state_for
 from kvray.vllm import REPLICA_SETTING
 from kvray.vllm.held import HeldLoad, Hold
-from kvray.vllm.read import refuse_unsupported
+from kvray.vllm.read import only_group, refuse_unsupported
 
 _OVERRIDES = (
     "revision", "hf_overrides", "max_model_len", "config_format", "hf_config_path",
@@ -57,7 +60,7 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
     found = find_checkpoint(str(model.model), field_of(model, "revision"))
-    (group, *_) = kv_cache_config.kv_cache_groups
+    group = only_group(kv_cache_config)
     return EngineArgs(
         model=str(model.model),
         tokens_per_block=int(group.kv_cache_spec.block_size),
@@ -75,7 +78,7 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
                 "load_format": str(field_of(vllm_config.load_config, "load_format")),
             }
         ),
-        attention_backend=f"{_backend(vllm_config)} on {vllm_config.device_config.device_type}",
+        attention_backend=f"{_backend(vllm_config)} on {_device(vllm_config)}",
         engine=f"vllm {release_of(vllm.__version__)}",
         is_compiled=True,  # graphs run without hooks
         adapters=canonical_text(field_of(vllm_config, "lora_config"), _ADAPTERS),
@@ -94,6 +97,18 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
 def _backend(vllm_config: Any) -> str:
     named = field_of(field_of(vllm_config, "attention_config"), "backend")
     return text_of(named, "name") or "default"
+
+
+def _device(vllm_config: Any) -> str:
+    """Return what decides how a block's bytes lie; CPUs with AMX have them packed otherwise.
+
+    Source: `_get_attn_isa` in `vllm/v1/attention/backends/cpu_attn.py`.
+    """
+    kind = str(vllm_config.device_config.device_type)
+    if kind != "cpu":
+        return kind
+    has_amx = torch.cpu._is_amx_tile_supported()
+    return f"cpu {platform.machine()}{' amx' if has_amx else ''}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,6 +131,7 @@ class PoolMetadata(KVConnectorHandshakeMetadata):
     identity: EngineIdentity
     hold_blocks: int
     """How many blocks each rank can hold at a time."""
+    host: str = field(default_factory=socket.gethostname)
 
 
 @dataclass(slots=True)

@@ -253,9 +253,25 @@ def test_a_layer_that_lies_elsewhere_is_refused():
         read_layout(tensors, described)
 
 
-def test_blocks_that_overlap_are_refused():
-    described = cache_config(page_size_bytes=2 * PAGE)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_layers_of_a_block_that_overlap_are_refused(is_packed):
+    described = cache_config(is_packed=is_packed, page_size_bytes=2 * PAGE)  # as with BHLNC
     with pytest.raises(ConfigError, match="do not overlap"):
+        read_layout(caches(described), described)
+
+
+def test_prompts_that_are_read_in_both_directions_are_refused():
+    described = cache_config(non_causal=True)
+    with pytest.raises(ConfigError, match="both directions"):
+        read_layout(caches(described), described)
+
+
+def test_layers_of_different_sizes_are_refused():
+    described = cache_config()
+    (group,) = described.kv_cache_groups
+    specs = dict.fromkeys(group.layer_names, group.kv_cache_spec)
+    group.kv_cache_spec = SimpleNamespace(kv_cache_specs=specs, page_size_bytes=3 * PAGE)
+    with pytest.raises(ConfigError, match="whose layers are alike"):
         read_layout(caches(described), described)
 
 
@@ -282,6 +298,7 @@ def config(
         "cache_config": SimpleNamespace(**{"cache_dtype": "auto", **(cache or {})}),
         "model_config": SimpleNamespace(hf_overrides={}, multimodal_config=None),
         "scheduler_config": SimpleNamespace(policy="fcfs"),
+        "device_config": SimpleNamespace(device_type="cuda"),
         "speculative_config": None,
         "kv_transfer_config": SimpleNamespace(kv_role="kv_both"),
     }
@@ -301,6 +318,8 @@ def test_what_is_served_starts():
         ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size is 2"),
         ({"parallel": {"decode_context_parallel_size": 4}}, "decode_context_parallel_size is 4"),
         ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size is 2"),
+        ({"parallel": {"distributed_executor_backend": "external_launcher"}}, "decide alike"),
+        ({"device_config": SimpleNamespace(device_type="xpu")}, "NVIDIA"),
         ({"cache": {"cache_dtype": "int8_per_token_head"}}, "scales beside the blocks"),
         ({"cache": {"kv_sharing_fast_prefill": True}}, "switch it off"),
         ({"speculative_config": SimpleNamespace()}, "speculative decoding"),
@@ -326,3 +345,9 @@ def test_what_is_served_starts():
 def test_what_is_not_served_is_refused_with_a_sentence(changes, said):
     with pytest.raises(ConfigError, match=said):
         refuse_unsupported(config(**changes))
+
+
+def test_gpus_of_amd_which_torch_calls_cuda_are_refused(monkeypatch):
+    monkeypatch.setattr("torch.version.hip", "7.0")
+    with pytest.raises(ConfigError, match="NVIDIA"):
+        refuse_unsupported(config())

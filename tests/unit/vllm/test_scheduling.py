@@ -14,6 +14,7 @@ import pytest
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.engine.shared_state import shared_state_for
+from kvray.errors import ConfigError
 from kvray.vllm.held import Hold, Holds
 from tests.kit.apart import ARGS, BLOCK, Apart
 from tests.unit.connector.conftest import environment, running_shard, shard
@@ -58,7 +59,7 @@ def half(shard: Shard, scheduling: Any) -> Iterator["SchedulingHalf"]:
     made = scheduling.SchedulingHalf(shared_state_for(object(), VLLM, load_config(None)))
     try:
         stored.serve(PROMPT)
-        made.lead(PoolMetadata(identity=stored.identity, hold_blocks=ROOM))
+        made.lead({0: PoolMetadata(identity=stored.identity, hold_blocks=ROOM)})
         yield made
     finally:
         made.close()
@@ -119,6 +120,32 @@ def taken(half: "SchedulingHalf", request: SimpleNamespace, hit: int, at: int | 
 
 def totals(half: "SchedulingHalf") -> Counter[str]:
     return half._leader.shared.figures.totals
+
+
+def test_ranks_that_ray_has_placed_on_several_nodes_are_refused(half):
+    from kvray.vllm.start import PoolMetadata
+
+    identity = half._leader.shared.identity
+    ranks = {n: PoolMetadata(identity=identity, hold_blocks=ROOM, host="ab"[n]) for n in (0, 1)}
+    with pytest.raises(ConfigError, match=r"several nodes \(a, b\)"):
+        half.lead(ranks)
+
+
+def test_beside_a_connector_whose_ranks_are_heard_in_their_place_vllm_does_not_start(half):
+    with pytest.raises(ConfigError, match="MultiConnector"):
+        half.lead({0: SimpleNamespace()})
+
+
+def test_replicas_share_no_blocks_if_the_cpu_of_one_packs_them_otherwise(scheduling, monkeypatch):
+    from kvray.vllm.start import _device
+
+    found = []
+    for has_amx in (True, False):
+        monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda is_so=has_amx: is_so)
+        config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
+        found.append(_device(config))
+    assert found[0] != found[1]
+    assert _device(SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"))) == "cuda"
 
 
 def test_what_vllm_takes_is_loaded(half):

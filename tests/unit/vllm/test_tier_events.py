@@ -83,7 +83,7 @@ def half(stored, vllm):
 
     shared = shared_state_for(object(), VLLM, load_config(None))
     made = vllm.SchedulingHalf(shared, tells_events=True)
-    made.lead(PoolMetadata(identity=stored.identity, hold_blocks=ROOM))
+    made.lead({0: PoolMetadata(identity=stored.identity, hold_blocks=ROOM)})
     yield made
     made.close()
 
