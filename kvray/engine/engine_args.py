@@ -262,8 +262,9 @@ class EngineArgs:
     rank: int
     block_reuse: bool
     has_writes_aside: bool = False
-    """Pages are written outside of the passes, or by other streams: with copies of partly reused
-    blocks, or of a prompt's begun block, with what other servers send."""
+    """What a pass saves is to be read by its end. Pages are written outside of the passes, or by
+    other streams than that of the layers, as with copies of partly reused blocks and what other
+    servers send; or they are taken away."""
     refills_inputs: bool = False
     """The engine fills a pass's inputs again before a device that stalls has read them: its stream
     is not to wait for copies before a pass."""

@@ -128,18 +128,18 @@ class SchedulingHalf:
         self._planned.clear()
         reports = list(self._reports(output))
         meta = self._leader.plan([(report, report.is_new) for report in reports])
-        names: dict[int, str] = {}
-        if not self._leader.shared.identity.is_host:  # else they are read by the end of the pass
-            for plan in meta.saves:
-                name = self._planned[plan.request_id]
-                if not self._known[name].is_saved:
-                    self._known[name].is_saved, names[plan.request_id] = True, name
+        shared, names = self._leader.shared, dict[int, str]()
+        is_read_by_then = shared.identity.is_host or shared.args.has_writes_aside
+        for plan in () if is_read_by_then else meta.saves:
+            name = self._planned[plan.request_id]
+            if not self._known[name].is_saved:
+                self._known[name].is_saved, names[plan.request_id] = True, name
         if self._events is not None:
-            with self._leader.shared.boundary.around("vLLM's events"):
+            with shared.boundary.around("vLLM's events"):
                 self._note_events(meta)
         loads = tuple(map(self._held_load, meta.loads))
         holds, drops = self._holds.take()
-        model = self._leader.shared.model_name
+        model = shared.model_name
         if holds and not model.is_given:
             meta = meta._replace(model=model.name)
         return PassMetadata(

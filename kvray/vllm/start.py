@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import vllm
+import vllm.envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -67,6 +68,9 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
         num_ranks=int(parallel.tensor_parallel_size),
         rank=int(parallel.rank) % int(parallel.tensor_parallel_size),
         block_reuse=True,
+        # Without a process of its own the engine takes no step between the last answer and
+        # `reset_prefix_cache` or `sleep`, which fail while blocks of ended requests are kept.
+        has_writes_aside=not vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING,
         quantization=canonical_text(model, _QUANTIZATION),
         overrides=to_text(
             {

@@ -43,6 +43,7 @@ def scheduling(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         parent = ".".join(parts[:end])
         monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
     monkeypatch.setitem(sys.modules, name, base)
+    monkeypatch.setitem(sys.modules, "vllm.envs", ModuleType("vllm.envs"))
     before = set(sys.modules)
     yield importlib.import_module("kvray.vllm.scheduling")
     for made in set(sys.modules) - before:
@@ -282,6 +283,17 @@ def test_a_request_that_ends_while_it_waits_is_let_go(half, is_told):
     arena = half._leader.shared.link.arena
     assert arena is not None
     assert arena.stats()["leased_blocks"] == 0
+
+
+def test_no_blocks_are_kept_where_each_pass_waits_for_its_saves(half):
+    shared, request = half._leader.shared, asked("a")
+    shared.identity = replace(shared.identity, is_host=False)
+    shared.args = replace(shared.args, has_writes_aside=True)
+    request.all_token_ids = list(range(40))
+    assert half.match(request, 0) == 0
+    passed = taken(half, request, 0)
+    assert (len(passed.meta.saves), passed.names) == (1, {})
+    assert half.finish("a") == (False, 0)
 
 
 def test_blocks_on_a_device_are_kept_until_the_ranks_have_read_them(half):
