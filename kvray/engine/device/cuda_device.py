@@ -14,6 +14,7 @@ import ctypes
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import TYPE_CHECKING
 
@@ -256,10 +257,15 @@ class CudaDevice:
         return {f"kernel_{kind}_max_bytes": size for kind, size in self._below._asdict().items()}
 
     def register(self, memory: Array) -> bool:
-        """Make host memory fast to copy from and to; False if it cannot be, which is logged."""
+        """Make host memory fast to copy from and to; False if it cannot be, which is logged.
+
+        CUDA's runtime keeps an error for the thread that met it, whose next kernel then fails, and
+        torch has no call that takes it away. So a thread asks that does nothing else.
+        """
         address = memory.ctypes.data
         try:
-            error = int(torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0))
+            with ThreadPoolExecutor(1, "kvray-register") as aside:
+                error = aside.submit(self._register, address, memory.nbytes).result()
         except RuntimeError as failure:
             return self._say_pageable(str(failure))
         if error == _ALREADY_REGISTERED:
@@ -275,6 +281,10 @@ class CudaDevice:
             self._others.discard(address)
         else:
             torch.cuda.cudart().cudaHostUnregister(address)
+
+    def _register(self, address: int, num_bytes: int) -> int:
+        with self.current():
+            return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
 
     def _is_for_kernel(self, pieces: Pieces, *, is_load: bool) -> bool:
         if self._below is None:
@@ -334,9 +344,10 @@ class CudaDevice:
 
     def _say_pageable(self, why: str) -> bool:
         _log.warning(
-            "kvray: the arena cannot be registered with %s (%s): copies are slow and hold the"
-            " engine up; raise the limit of locked memory (`ulimit -l unlimited`, in a container"
-            " `--ulimit memlock=-1`), or make arena.capacity smaller, and restart the engine",
+            "kvray: %s refuses to register host memory (%s): copies are slow and hold the engine"
+            " up; raise the limit of locked memory (`ulimit -l unlimited`, in a container `--ulimit"
+            " memlock=-1`), or make arena.capacity or connector.hold smaller, and restart the"
+            " engine",
             self._device,
             why,
         )

@@ -1,7 +1,9 @@
 """How the driver is called, by a stand-in with the signatures of cuda.h that copies in memory."""
 
+import contextlib
 import ctypes
 import logging
+import threading
 from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from types import SimpleNamespace
 from typing import Any
@@ -259,6 +261,23 @@ def test_a_thread_disturbs_no_capture_and_has_its_own_mode_again_afterwards(driv
     with cuda_device._beside_captures():
         assert driver.capture_mode == 1
     assert driver.capture_mode == 2
+
+
+def test_an_engine_s_thread_is_not_left_with_the_error_of_memory_that_is_refused(
+    driver, monkeypatch, caplog
+):
+    """The runtime keeps it for the thread that asked, and that one's next kernel fails by it."""
+    errors = threading.local()
+
+    def refuse(*_: int) -> int:
+        errors.last = 2
+        return 2
+
+    monkeypatch.setattr("torch.cuda.cudart", lambda: SimpleNamespace(cudaHostRegister=refuse))
+    monkeypatch.setattr("torch.cuda.device", lambda _: contextlib.nullcontext())
+    assert not cuda().register(np.zeros(64, dtype=np.uint8))
+    assert not hasattr(errors, "last")
+    assert "cuda:0 refuses to register host memory (error 2)" in caplog.text
 
 
 # -- the kernel for small pieces ------------------------------------------------------------------
