@@ -8,6 +8,7 @@ promised, and no load can fail. vLLM's own recovery is never called on: it undoe
 wrong when the request is preempted meanwhile, and on some runners always.
 """
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from kvray.trace.reasons import MissReason
 from kvray.vllm.held import Asked, HeldLoad, Holds
 from kvray.vllm.read import RequestReader
 from kvray.vllm.start import HoldAnswers, PassMetadata, PoolMetadata
+
+_log = logging.getLogger("kvray.connector")
 
 _HOLD_WAIT_S = 10.0
 """Longest wait for ranks to copy what they are to hold, which takes them some 0.1 s a GiB."""
@@ -46,6 +49,35 @@ class _Known:
     is_saved: bool = False  # whether a pass has saved blocks of it
 
 
+class _PrefixCache:
+    """Tells whether vLLM's own has blocks of weights before, as it was not reset with them.
+
+    What follows such a block would be saved under the new weights' version, for all replicas.
+    """
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+        """vLLM's blocks, once it has named them."""
+        self.has_old_blocks = False
+        self._table: Any = None  # of its blocks; a reset makes another one
+        self._version: str | None = None  # of the weights when it was first seen
+
+    def follow(self, version: str | None) -> None:
+        """Take the weights' present version; of a table that has none nothing is known."""
+        table = getattr(self.pool, "cached_block_hash_to_block", None)
+        if table is not self._table:
+            self._table, self._version, self.has_old_blocks = table, version, False
+        elif None not in (self._version, version) and version != self._version:
+            if not self.has_old_blocks:
+                _log.warning(
+                    "kvray: vLLM's prefix cache was not reset since the weights were of version"
+                    " %r; what is computed behind its blocks may be wrong and is not saved. Call"
+                    " reset_prefix_cache until it succeeds.",
+                    self._version,
+                )
+            self.has_old_blocks = True
+
+
 class SchedulingHalf:
     """Used by the thread of vLLM's scheduler."""
 
@@ -58,6 +90,7 @@ class SchedulingHalf:
         self._changes = 0  # of the weights, as far as they were followed
         self._planned: dict[int, str] = {}
         """The requests of the pass that is being planned: number -> vLLM's name."""
+        self._cache = _PrefixCache()
         self._events: Any = None  # `TierEvents`, where vLLM publishes them
         if tells_events:
             with shared.boundary.around("vLLM's events"):
@@ -126,6 +159,7 @@ class SchedulingHalf:
     def plan(self, output: Any) -> PassMetadata:
         """Return what the ranks do in the coming pass."""
         self._planned.clear()
+        self._cache.follow(self._leader.shared.identity.weights[1])
         reports = list(self._reports(output))
         meta = self._leader.plan([(report, report.is_new) for report in reports])
         shared, names = self._leader.shared, dict[int, str]()
@@ -158,7 +192,8 @@ class SchedulingHalf:
         return known.is_saved, known.num_hit or 0
 
     def watch(self, pool: Any) -> None:
-        """Have events follow what vLLM does with its own blocks."""
+        """Follow what vLLM does with its own blocks."""
+        self._cache.pool = pool
         if self._events is not None:
             self._events.pool = pool
 
@@ -280,6 +315,7 @@ class SchedulingHalf:
         num_external, known.num_external = known.num_external, 0
         known.is_begun, known.asked_at = True, time.monotonic()
         self._planned[known.number] = name
+        state.is_unsaved |= is_new and position > num_external and self._cache.has_old_blocks
         reported = 0 if is_new else state.num_tokens
         yield PassReport(
             request_id=known.number,

@@ -326,6 +326,28 @@ def test_after_a_reset_nothing_is_loaded_or_saved_until_a_version_is_named(half)
     assert offered(half, asked("e")) == HIT
 
 
+def test_what_follows_blocks_of_the_weights_before_in_vllm_s_cache_is_not_saved(half, caplog):
+    """A reset that does nothing while blocks are in use is answered with false, no more."""
+    shared, pool = half._leader.shared, SimpleNamespace(cached_block_hash_to_block={})
+    half.watch(pool)
+    half.plan(nothing())
+
+    def saves(name: str, computed: int) -> int:
+        request = asked(name)
+        request.all_token_ids = [ord(name), *PROMPT]
+        assert half.match(request, computed) == 0
+        return len(taken(half, request, 0, computed).meta.saves)
+
+    assert saves("a", 4) == 1
+    half.reset()
+    assert saves("b", 4) == 0
+    shared.name_weights("2")
+    assert [saves("c", 0), saves("d", 4), saves("e", 4)] == [1, 0, 0]
+    assert [one.message for one in caplog.records if "version ''" in one.message] != []
+    pool.cached_block_hash_to_block = {}  # now it is done
+    assert saves("f", 4) == 1
+
+
 def test_what_was_held_of_the_weights_before_is_not_promised(half):
     """A client names other weights while the ranks copy, and again once they hold it."""
     request, shared = asked("a"), half._leader.shared
