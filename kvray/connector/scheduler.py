@@ -8,13 +8,7 @@ from functools import partial
 from typing import Any
 
 from kvray.connector.base import KvCacheConnectorScheduler
-from kvray.connector.request import (
-    NO_REQUEST,
-    RequestReader,
-    id_of,
-    only_generates,
-    prompt_len_of,
-)
+from kvray.connector.request import NO_REQUEST, RequestReader, id_of, only_generates
 from kvray.connector.start import state_for
 from kvray.engine.leader import Leader
 from kvray.engine.meta import ConnectorMeta
@@ -22,6 +16,7 @@ from kvray.engine.request import RequestState
 from kvray.engine.shared_state import SharedState, shut_down_at_exit
 from kvray.errors import ConfigError
 from kvray.identity.keys import request_seed
+from kvray.trace.reasons import DropReason
 
 
 class KvRayScheduler(KvCacheConnectorScheduler):
@@ -91,11 +86,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
 
         Source: `WindowBlockManager::storeBlocks` with `pinBlocks`, and `unpinBlocksById`.
         """
-        is_computed = False
-        if self._shared.args.reuses_unwritten:
-            with self._shared.boundary.around("an end"):
-                is_computed = len(request.get_tokens(0)) > prompt_len_of(request)
-        self._leader.finish(id_of(request), is_computed=is_computed)
+        self._leader.finish(id_of(request))
         return False
 
     def request_finished_by_layer_group(
@@ -137,7 +128,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             unlike_at = state.unlike_at(seed, shown.media)
         if unlike_at is None:
             return
-        state.is_unsaved = True
+        state.unsaved = DropReason.NOT_SHOWN
         if state.promise is not None and state.promise.end * state.tokens_per_block > unlike_at:
             raise ConfigError(
                 f"Request {state.request_id} was promised tokens as one of text and has more than"

@@ -190,6 +190,7 @@ def read_engine_args(
         spread_setting="gpus_per_node",
         drafts_tokens=field_of(llm_args, "speculative_config") is not None,
         reuses_passed=reuse != "" and not keeps_ends,
+        finds_parts=partial_reuse,
         reuses_unwritten=_reuses_unwritten(),
         weights_may_change=field_of(llm_args, "ray_worker_extension_cls") is not None,
         takes_offers_later=takes_offers_later,

@@ -298,6 +298,8 @@ class EngineArgs:
     reuses_passed: bool = False
     """The engine's own prefix cache takes in pages that a window passes before they are written:
     those of a prompt's first chunk that a promise goes beyond."""
+    finds_parts: bool = False
+    """The engine reuses the first tokens of a block that goes on otherwise."""
     reuses_unwritten: bool = False
     """The engine takes all blocks of a prompt for computed that was cancelled, or failed, on its
     way: its own prefix cache may have pages that nobody wrote."""

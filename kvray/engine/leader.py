@@ -56,7 +56,12 @@ class Leader:
         self.states: OrderedDict[int, RequestState] = OrderedDict()
         self.promises = Promises()
         self.finder = PrefixFinder()
-        self._unwritten = UnwrittenTokens(shared.args.tokens_per_block)
+        self._unwritten = UnwrittenTokens(
+            shared.args.tokens_per_block, finds_parts=shared.args.finds_parts
+        )
+        self._ends: dict[int, int] = {}
+        """Requests of the last pass -> leading tokens that are computed once it has run."""
+        self._num_passes = 0  # how many had run when it was planned
         self._unfenced: set[int] = set()
         """Requests whose pages may still be read, and that were in every pass since."""
         self._counts_later = counts_later
@@ -121,6 +126,8 @@ class Leader:
         loads, saves, scheduled = list[LoadPlan](), list[SavePlan](), set[int]()
         self._follow_weights()
         self._measure(reports)
+        self._confirm_pass()
+        self._ends.clear()
         if shared.args.reuses_unwritten:
             with shared.boundary.around("what is computed of prompts"):
                 self._follow_prompts(reports)
@@ -136,6 +143,7 @@ class Leader:
             if state.promise is not None:
                 start, planned = self._plan_load(state, report, is_new=is_new)
                 loads += planned
+                self._ends[report.request_id] = start + report.num_scheduled_tokens
                 with shared.boundary.around("a save"):
                     saves += self._plan_save(state, start + report.num_scheduled_tokens)
                 continue
@@ -169,12 +177,10 @@ class Leader:
         shared.figures.plan_times.observe(time.perf_counter_ns() - began_ns)
         return meta
 
-    def finish(self, request_id: int, *, is_computed: bool = False) -> None:
-        """Forget a finished request; twice is fine. Its blocks may still be read, see `plan`.
-
-        `is_computed`: its whole prompt was.
-        """
-        self._unwritten.end(request_id, is_computed=is_computed)
+    def finish(self, request_id: int) -> None:
+        """Forget a finished request; twice is fine. Its blocks may still be read, see `plan`."""
+        self._confirm_pass()
+        self._unwritten.end(request_id)
         self.reset(request_id)
         self.finder.forget(request_id)
 
@@ -242,7 +248,7 @@ class Leader:
                 self.shared.figures.log.prompts.note(state.keys, state.counts)
             is_down = self.shared.link.arena is None
             reason = DropReason.STORE_DOWN if is_down else DropReason.NO_PAGE
-            self.shared.figures.drop(state.num_full - state.num_saved, reason)
+            self.shared.figures.drop(state.num_full - state.num_saved, state.unsaved or reason)
 
     def close(self) -> None:
         """Release what is promised and let go of the tier. Twice is fine."""
@@ -253,6 +259,16 @@ class Leader:
             self.finder.close()
             self._own_shared.close()
 
+    def _confirm_pass(self) -> None:
+        """Note that prompts are computed to the end of the last pass, if that has run.
+
+        Its saves go by the same. A prompt that is cancelled behind it is not reported again.
+        """
+        if self.shared.num_passes != self._num_passes:
+            for request_id, end in self._ends.items():
+                self._unwritten.confirm(request_id, end)
+            self._ends, self._num_passes = {}, self.shared.num_passes
+
     def _follow_prompts(self, reports: Sequence[tuple[Any, bool]]) -> None:
         """Note how far prompts are computed; save nothing behind tokens that may not be written.
 
@@ -262,6 +278,7 @@ class Leader:
         begun = list[tuple[Any, Sequence[int], RequestState | None]]()
         for report, is_new in reports:
             state = self.states.get(report.request_id)
+            self._ends[report.request_id] = report.computed_position + report.num_scheduled_tokens
             if is_new:
                 begun.append((report, report.new_tokens, state))
             elif state is not None and state.prompt is not None:  # another life of its id
@@ -271,7 +288,7 @@ class Leader:
         for report, tokens, state in begun:
             position = report.computed_position
             if self._unwritten.begin(report.request_id, tokens, position) and state is not None:
-                state.is_unsaved = True
+                state.unsaved = DropReason.UNWRITTEN
 
     def _follow_weights(self) -> None:
         """Store nothing more of requests that were asked about before the weights changed.
@@ -289,7 +306,7 @@ class Leader:
             if state.promise is None:
                 self.forget(request_id)
             else:
-                state.is_unsaved = True
+                state.unsaved = DropReason.NEW_WEIGHTS
 
     def _promise(
         self, request_id: int, asked: Prompt | None, honoured: Honoured | None

@@ -164,6 +164,7 @@ class RankWorker:
         if self.failed:
             self.shared.figures.drop(sum(len(job.keys) for job in self._jobs), DropReason.VOID)
             return
+        self.shared.num_passes += 1
         with self.shared.boundary.around("a save"):
             for job in self._jobs:
                 saver.submit(replace(job, mark=mark))

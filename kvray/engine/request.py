@@ -19,6 +19,7 @@ from kvray.identity.keys import MediaItem, chain_packed, pack, pack_tokens
 from kvray.node import BlockTokens, PromptCounts
 from kvray.store.arena.layout import DEFAULT_PRIORITY, PRIORITY_MAX
 from kvray.trace.arrival import Arrivals
+from kvray.trace.reasons import DropReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +110,8 @@ class RequestState:
     promise: Promise | None = None
     savable_blocks: int | None = None
     """Leading blocks whose pages stay as they were reported, which alone are saved; None: all."""
-    is_unsaved: bool = False
-    """Nothing more of it is saved: its pages depend on more than its keys."""
+    unsaved: DropReason | None = None
+    """Why nothing more of it is saved: its pages depend on more than its keys."""
     prompt: list[int] | None = None
     """The tokens that `prompt_keys` got, until the first report."""
     _tail: list[int] = field(default_factory=list)  # the tokens that no key covers yet
@@ -200,10 +201,10 @@ class RequestState:
 
         `computed_tokens` are the leading tokens whose KV is in the pool after the pass.
         """
-        if self.is_unsaved:
-            return self.num_saved
         end = min(computed_tokens, self.num_tokens) // self.tokens_per_block
         end = self.num_full = end if self.savable_blocks is None else min(end, self.savable_blocks)
+        if self.unsaved is not None:
+            return self.num_saved
         end = min(end, *map(len, self.pages)) if self.pages else 0
         for group, may_miss in zip(self.pages, self.windowed, strict=True):
             if not may_miss and end > self.num_saved:
@@ -270,10 +271,18 @@ class UnwrittenTokens:
     that ends without a word leaves its note. A request that reuses such a token computes on bytes
     of anything. Tokens alone decide, so a request needs no keys of ours; where the engine's cache
     tells salts or adapters apart, too, less is saved than could be.
+
+    A prompt's last token is never noted: the cache has it only behind one that was sampled, and so
+    behind its pass. Where blocks are found whole, or not at all, the note is of all its block that
+    the cache has: others that merely begin like it are others' blocks.
+
+    Source: `WindowBlockManager::storeBlocksForReuse` and `KVCacheBlock::findMatchingBlock`.
     """
 
-    def __init__(self, tokens_per_block: int) -> None:
+    def __init__(self, tokens_per_block: int, *, finds_parts: bool) -> None:
+        """`finds_parts`: a request may reuse the first tokens of a block that goes on otherwise."""
         self._size = tokens_per_block
+        self._finds_parts = finds_parts
         self._open: dict[int, _OpenPrompt] = {}
         self._notes: dict[_Note, int] = {}
         """How many prompts have left each."""
@@ -288,7 +297,7 @@ class UnwrittenTokens:
             (key, packed[start : start + count].tobytes()) in self._notes
             for start, key in zip(range(0, num_computed, size), keys, strict=False)
             if key in self._places
-            for count in range(1, min(size, num_computed - start) + 1)
+            for count in self._counts(min(size, num_computed - start))
         )
         # What another life of this id has noted stays: its pages may be those that are reused now.
         self._open.pop(request_id, None)
@@ -308,21 +317,26 @@ class UnwrittenTokens:
             self._notes[prompt.note] -= 1
             if not self._notes[prompt.note]:
                 self._erase(prompt.note)
-        if num_computed >= len(prompt.tokens):
+        num_found = len(prompt.tokens) - 1
+        if num_computed >= num_found:
             return
         self._open[request_id] = prompt  # as the last that was heard of
         end = max(0, num_computed)
         block = end // self._size
-        prompt.note = prompt.keys[block], prompt.tokens[block * self._size : end + 1].tobytes()
+        start = block * self._size
+        stop = end + 1 if self._finds_parts else min(start + self._size, num_found)
+        prompt.note = prompt.keys[block], prompt.tokens[start:stop].tobytes()
         if prompt.note not in self._notes:
             self._places[prompt.note[0]] += 1
         self._notes[prompt.note] = self._notes.get(prompt.note, 0) + 1
 
-    def end(self, request_id: int, *, is_computed: bool) -> None:
+    def end(self, request_id: int) -> None:
         """A request has ended; its note stays, unless the whole prompt is computed."""
-        if is_computed and request_id in self._open:
-            self.confirm(request_id, len(self._open[request_id].tokens))
         self._open.pop(request_id, None)
+
+    def _counts(self, num_reused: int) -> Sequence[int]:
+        """Return of how many tokens of a block a note can be that so many reused ones begin."""
+        return range(1 if self._finds_parts else num_reused, num_reused + 1)
 
     def _erase(self, note: _Note) -> None:
         del self._notes[note]

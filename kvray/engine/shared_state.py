@@ -52,6 +52,9 @@ _SENTENCES = {
     DropReason.NO_PAGE: "the engine names no page for a block before them",
     DropReason.NO_POOL: "this rank does not have the pool that they were planned for",
     DropReason.VOID: "their pass did not get the blocks it was promised, so they may be wrong",
+    DropReason.UNWRITTEN: "their request reuses tokens that a cancelled one may not have computed",
+    DropReason.NEW_WEIGHTS: "the weights were replaced while their request ran",
+    DropReason.NOT_SHOWN: "the engine asked without showing all of their request",
     DropReason.ERROR: "an error, which the log shows",
 }
 _CAUSES_MAX = 256
@@ -227,6 +230,8 @@ class SharedState:
         self.pending_reads = PendingReads()
         self.spans_nodes = args.is_spread
         """Whether ranks that each hold a share of a request's KV are on several nodes."""
+        self.num_passes = 0
+        """Passes that this process's rank has run with the pool; the engine's thread counts."""
         self.to_release: list[Release] = []
         """Leases of ranks on other nodes; the next pass has those ranks end them."""
         self.rank = args.rank  # as the shard knows it

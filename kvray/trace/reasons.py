@@ -44,4 +44,7 @@ class DropReason(str, Enum):
     NO_PAGE = "no_page"
     NO_POOL = "no_pool"
     VOID = "void"
+    UNWRITTEN = "unwritten"
+    NEW_WEIGHTS = "new_weights"
+    NOT_SHOWN = "not_shown"
     ERROR = "error"

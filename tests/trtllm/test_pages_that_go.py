@@ -246,6 +246,7 @@ def test_what_follows_pages_that_a_cancelled_prompt_left_unwritten_is_not_saved(
         shared.name_weights("v1")
     serve_wrong(engine, PROMPT)
     other = engine.serve(list(range(500, 540)), max_new=4)
+    assert named == "later" or engine.totals["dropped_blocks_unwritten"] == 10
     engine.close()
     reader = make_engine(is_flat=True)
     if named == "with its weights":
@@ -290,6 +291,39 @@ def test_what_shares_no_unwritten_token_with_a_cancelled_prompt_is_saved(make_en
     engine.close()
     reader = make_engine(**partial)
     assert reader.serve([*longer, 1, 2]).num_hit >= len(longer) - BLOCK
+
+
+@on("v1_2", "v1_3rc")
+@pytest.mark.parametrize("is_partial", [False, True], ids=["whole_blocks", "parts"])
+@pytest.mark.parametrize("is_overlapped", [False, True], ids=["in_turn", "overlapped"])
+def test_what_a_prompt_has_computed_that_is_cancelled_behind_its_pass_is_saved_with_what_follows(
+    make_engine, unwritten, is_overlapped, is_partial
+):
+    options: dict[str, Any] = {"is_flat": True, "cache": {"enable_partial_reuse": is_partial}}
+    engine = make_engine(is_overlapped=is_overlapped, **options)
+    victim = engine.submit(PROMPT, max_new=9)
+    engine.step()
+    engine.kill(victim)
+    longer = [*PROMPT, *range(600, 620)]
+    engine.serve(longer, max_new=3)
+    assert engine.totals["local_tokens"] >= len(PROMPT) - BLOCK, "it goes on from the victim"
+    engine.close()
+    assert engine.totals["dropped_blocks"] == 0
+    assert make_engine(**options).serve(longer).num_hit == len(longer) - BLOCK
+
+
+@on("v1_2", "v1_3rc")
+def test_a_turn_is_saved_that_begins_beside_a_prompt_of_the_same_system(make_engine):
+    """The block where the new prompt begins to compute begins like one that the turn reuses."""
+    engine = make_engine(is_flat=True)
+    system = PROMPT[: 3 * BLOCK + 2]
+    engine.serve([*system, *range(700, 720)], max_new=3)
+    engine.submit([*system, *range(800, 820)], max_new=3)
+    turn = [*system, *range(700, 720), *range(600, 620)]
+    engine.submit(turn, max_new=3)
+    engine.run()
+    engine.close()
+    assert make_engine(is_flat=True).serve(turn).num_hit == (len(turn) - 1) // BLOCK * BLOCK
 
 
 @on("v1_2", "v1_3rc")

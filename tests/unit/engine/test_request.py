@@ -9,6 +9,7 @@ from kvray.engine.request import RequestState, UnwrittenTokens
 from kvray.errors import LayoutMismatch
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import MediaItem, chain_keys
+from kvray.trace.reasons import DropReason
 
 BLOCK = 4
 PROMPT = list(range(100, 118))
@@ -165,8 +166,9 @@ def test_two_chains_part_where_their_seeds_or_media_do():
 
 def test_what_is_not_all_in_its_keys_is_not_saved():
     state = reported(list(range(20)), [list(range(5))])
-    state.is_unsaved = True
+    state.unsaved = DropReason.NOT_SHOWN
     assert state.savable(20) == 0
+    assert state.num_full == 5, "which are counted as lost"
 
 
 def test_blocks_whose_pages_may_have_changed_are_neither_saved_nor_lost():
@@ -182,7 +184,7 @@ def test_blocks_whose_pages_may_have_changed_are_neither_saved_nor_lost():
 
 
 def test_what_reuses_a_token_that_nobody_computed_is_unsure():
-    unwritten = UnwrittenTokens(4)
+    unwritten = UnwrittenTokens(4, finds_parts=True)
     assert not unwritten.begin(1, PROMPT, 0)
     unwritten.confirm(1, 6)  # and not a word any more
     assert not unwritten.begin(2, PROMPT, 6)
@@ -190,16 +192,26 @@ def test_what_reuses_a_token_that_nobody_computed_is_unsure():
     assert not unwritten.begin(4, [*PROMPT[:6], 0, *PROMPT[7:]], 12), "it has another token there"
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_of_a_prompt_that_was_computed_nothing_is_unsure(ends):
-    unwritten = UnwrittenTokens(4)
+def test_where_blocks_are_found_whole_one_that_begins_like_an_unwritten_one_is_another():
+    unwritten = UnwrittenTokens(4, finds_parts=False)
+    unwritten.begin(1, PROMPT, 5)
+    assert unwritten.begin(2, [*PROMPT[:8], 1, 2, 3], 8)
+    assert not unwritten.begin(3, [*PROMPT[:7], 1, 2, 3], 8)
+    unwritten = UnwrittenTokens(4, finds_parts=False)
+    unwritten.begin(1, [*PROMPT[:14], 1], 12)
+    assert not unwritten.begin(2, [*PROMPT[:13], 2], 13)
+    assert unwritten.begin(3, [*PROMPT[:14], 2], 14), "all that the cache has of its last block"
+
+
+@pytest.mark.parametrize("num_computed", [len(PROMPT), len(PROMPT) - 1])
+def test_of_a_prompt_that_was_computed_nothing_is_unsure(num_computed):
+    """The engine's cache has the last token only behind one that was sampled."""
+    unwritten = UnwrittenTokens(4, finds_parts=True)
     unwritten.begin(1, PROMPT, 0)
-    if ends:
-        unwritten.end(1, is_computed=True)
-    else:
-        unwritten.confirm(1, len(PROMPT))
-    assert not unwritten.begin(2, PROMPT, len(PROMPT) - 1)
-    unwritten.end(2, is_computed=True)
+    unwritten.confirm(1, num_computed)
+    unwritten.end(1)
+    assert not unwritten.begin(2, [*PROMPT, 1], len(PROMPT))
+    unwritten.confirm(2, len(PROMPT))
     for kept in (unwritten._notes, unwritten._places, unwritten._open):
         assert not kept
 
@@ -207,11 +219,11 @@ def test_of_a_prompt_that_was_computed_nothing_is_unsure(ends):
 def test_prompts_that_end_without_a_word_cost_a_bounded_memory(monkeypatch):
     monkeypatch.setattr("kvray.engine.request._OPEN_MAX", 3)
     monkeypatch.setattr("kvray.engine.request._NOTES_MAX", 5)
-    unwritten = UnwrittenTokens(4)
+    unwritten = UnwrittenTokens(4, finds_parts=True)
     for number in range(9):
-        unwritten.begin(number, [*PROMPT, number], len(PROMPT))
+        unwritten.begin(number, [*PROMPT, number, 7], len(PROMPT))
     assert (len(unwritten._open), len(unwritten._notes)) == (3, 5)
     assert sum(unwritten._places.values()) == 5
     assert unwritten.begin(20, [*PROMPT, 8, 7], len(PROMPT) + 1)
     assert not unwritten.begin(21, [*PROMPT, 0, 7], len(PROMPT) + 1), "the oldest are forgotten"
-    unwritten.confirm(0, len(PROMPT) + 1)  # of a note that is gone
+    unwritten.confirm(0, len(PROMPT) + 2)  # of a note that is gone
