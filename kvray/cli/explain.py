@@ -193,7 +193,7 @@ REASONS: dict[str, Reason] = {
     ),
     "bypassed": Reason(
         "the request has no keys: it names no tenant, or an adapter or item without an identity",
-        "See the warnings in the engine's log.",
+        "The engine's log has each reason once, behind `a request goes without the tier`.",
     ),
 }
 

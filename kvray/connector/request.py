@@ -80,6 +80,9 @@ _EMPTY: dict[str, type] = {
 }
 """Fields that some versions leave empty where there is nothing, and what is empty then."""
 
+_UNREADABLE = "its tokens, or how many of them are its prompt, cannot be read"
+_UNSHOWN = "it may have media, which the first cache manager does not show"
+
 _ITEMS = ("multimodal_hashes", "multimodal_positions", "multimodal_lengths")
 _RUNS = (
     "multimodal_item_run_cu_offsets", "multimodal_run_positions", "multimodal_run_lengths",
@@ -140,6 +143,17 @@ def prompt_len_of(request: Any) -> int:
     if type(said) is not int or said < 1:
         raise TypeError(f"a prompt of {said!r} tokens")
     return said
+
+
+def _untold(request: Any) -> str:
+    """Return why `identify` has no identity for a request."""
+    values = [(name, getattr(request, name, None)) for name in _FIELDS if name not in _SALTS]
+    names = [name for name, value in values if value is not None]
+    if "lora_task_id" in names:
+        if "py_lora_path" in names:
+            return "its LoRA adapter has not been read yet, or has changed since it was"
+        return "it has a LoRA adapter, whose path the first cache manager does not show"
+    return f"no key covers all that it has beside its tokens ({', '.join(names) or 'new fields'})"
 
 
 def _lora(fields: dict[str, Any], fingerprint_adapter: FingerprintAdapter) -> bytes | None:
@@ -224,32 +238,34 @@ class RequestReader:
         self._regular: list[bool] = []
         """Which of `_REGULAR` and `_SALTS` the last request had that lacked nothing."""
 
-    def read(self, request: Any, num_computed: Any) -> Prompt | None:
-        """Return what the engine asks about; None: it cannot be told, or is not what it should be.
+    def read(self, request: Any, num_computed: Any) -> Prompt | str:
+        """Return what the engine asks about, or why that has no keys.
 
         `request` may lack what Python knows of it. ConfigError: as `identify`.
         """
         try:
             tokens, prompt_len = request.get_tokens(0), prompt_len_of(request)
             if type(tokens) is not list or not tokens:
-                return None
+                return _UNREADABLE
             if prompt_len > len(tokens) and hasattr(request, "prompt_len"):
-                return None
+                return _UNREADABLE
             end = min(len(tokens), prompt_len)
             if type(num_computed) is not int or not 0 <= num_computed <= end:
-                return None
-            identity = None if self.is_lacking(request) else self.identify(request)
+                return _UNREADABLE
+            if self.is_lacking(request):
+                return "it lacks fields that others have, or that belong together"
+            identity = self.identify(request)
             if identity is None:
-                return None
+                return _untold(request)
             # Only Python attributes tell of some media, and a copy of the request lacks those.
             if not identity.media and not hasattr(request, "py_multimodal_data"):
                 media_tokens = self._media_tokens
                 if self.hides_media or (media_tokens and media_tokens.may_be_in(tokens)):
-                    return None
+                    return _UNSHOWN
         except ConfigError:
             raise
-        except Exception:  # noqa: BLE001 - a foreign object may be anything, and raise what it likes
-            return None
+        except Exception as error:  # noqa: BLE001 - a foreign object may raise what it likes
+            return f"a field of it cannot be read ({type(error).__name__})"
         return Prompt(
             request_id=request.request_id,
             tokens=tokens,

@@ -74,14 +74,14 @@ class Leader:
     def match(
         self,
         request_id: int,
-        read: Callable[[], Prompt | None],
+        read: Callable[[], Prompt | str],
         honoured: Honoured | None = None,
     ) -> int | None:
         """Promise what can be loaded of a request; return how many tokens after the engine's own.
 
         None: the shard has been asked for more, and the engine is to ask again; only where it does
         so. Else that is the longest prefix of the prompt that is leased for every rank. `read`
-        returns the request, None if it has no keys; `honoured` tells how many tokens of the offer
+        returns the request, or why it has no keys; `honoured` tells how many tokens of the offer
         were taken, if the engine may take less. The request is as new from here on.
         """
         if self.finder.is_pending(request_id):
@@ -95,7 +95,7 @@ class Leader:
             if not self.shared.identity.readings:
                 self.shared = registered_state(self.shared)
             self._follow_weights()
-            hit, answer = self._promise(request_id, read(), honoured)
+            hit, answer = self._promise(request_id, self.shared.figures.told(read()), honoured)
             if self._counts_later and answer is not None:
                 self._uncounted[request_id] = answer
             elif answer is not None:

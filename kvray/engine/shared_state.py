@@ -30,7 +30,7 @@ from kvray.engine.cache_layout import CacheLayout, EngineIdentity, Reading
 from kvray.engine.engine_args import EngineArgs
 from kvray.engine.meta import ConnectorMeta, Place, PrefixLease, Release
 from kvray.engine.model_name import ModelName, fingerprints_dir
-from kvray.engine.request import Identity
+from kvray.engine.request import Identity, Prompt
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.tenant import TenantSalts
 from kvray.node import EngineLog, NodeLink, Registration
@@ -102,7 +102,16 @@ class EngineFigures:
         self.log = EngineLog()
         self._began_at = time.monotonic()
         self._lock = threading.Lock()
-        self._logged: set[DropReason] = set()
+        self._logged: set[str] = set()
+
+    def told(self, asked: Prompt | str) -> Prompt | None:
+        """Return a prompt; of a request without keys log why it has none, once for each reason."""
+        if isinstance(asked, Prompt):
+            return asked
+        if asked not in self._logged and len(self._logged) < _CAUSES_MAX:
+            self._logged.add(asked)
+            _log.warning("kvray: a request goes without the tier: %s (said once)", asked)
+        return None
 
     def drop(self, num_blocks: int, reason: DropReason) -> None:
         """Count blocks that are not saved, and log the first loss for each reason; any thread may.

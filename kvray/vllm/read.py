@@ -31,14 +31,14 @@ class RequestReader:
     def __init__(self, args: EngineArgs) -> None:
         self._adapters = Adapters(settings=args.adapters, cache_dir=fingerprints_dir())
 
-    def read(self, request: Any, number: int, num_computed: int) -> Prompt | None:
-        """Return a request as the leader knows it; None: it bypasses the cache.
+    def read(self, request: Any, number: int, num_computed: int) -> Prompt | str:
+        """Return a request as the leader knows it, or why it bypasses the cache.
 
         ConfigError: its adapter cannot be read.
         """
         identity = self._identify(request)
-        if identity is None:
-            return None
+        if isinstance(identity, str):
+            return identity
         tokens = list(request.all_token_ids)  # one that was preempted has generated some
         return Prompt(
             request_id=number,
@@ -50,15 +50,19 @@ class RequestReader:
             name=request.request_id,
         )
 
-    def _identify(self, request: Any) -> Identity | None:
+    def _identify(self, request: Any) -> Identity | str:
         # An adapter is looked at though its request may bypass: vLLM keeps blocks of that, too.
         asked = request.lora_request
         lora = None if asked is None else self._fingerprint(asked)
-        if asked is not None and (lora is None or asked.load_inplace):
-            return None
+        if asked is not None and asked.load_inplace:
+            return "its LoRA adapter is loaded in the place of another"
+        if asked is not None and lora is None:
+            return "its LoRA adapter is not on this machine, not read yet, or has changed since"
         media = _media_items(request.mm_features)
-        if media is None or _has_more_than_tokens(request):
-            return None
+        if media is None:
+            return "it has media without a name"
+        if _has_more_than_tokens(request):
+            return "it has embeddings for tokens, grows while it runs, or is not to generate"
         return Identity(salt=request.cache_salt, lora=lora, media=media)
 
     def _fingerprint(self, asked: Any) -> bytes | None:

@@ -41,7 +41,9 @@ def is_flat(request: pytest.FixtureRequest, version: Version) -> bool:
 
 
 @pytest.mark.parametrize("fields", (UNTOLD | UNBOUND).values(), ids=UNTOLD | UNBOUND)
-def test_what_cannot_be_told_is_neither_saved_nor_loaded(make_engine, version, fields, is_flat):
+def test_what_cannot_be_told_is_neither_saved_nor_loaded(
+    make_engine, version, fields, is_flat, caplog
+):
     if not set(fields) <= set(version.request_fields):
         pytest.skip("this version's requests have no such attribute")
     for engine in (make_engine(is_flat=is_flat), make_engine(is_flat=is_flat)):
@@ -50,6 +52,7 @@ def test_what_cannot_be_told_is_neither_saved_nor_loaded(make_engine, version, f
         assert engine.totals["stored_blocks"] == engine.totals["loaded_blocks"] == 0
     if fields in UNTOLD.values() or not is_flat:
         assert engine.totals["bypassed_requests"] == 1
+        assert "a request goes without the tier: " in caplog.text
 
 
 def test_media_that_a_copy_does_not_show_are_told_by_the_tokens_they_stand_for(make_engine, llava):
@@ -110,13 +113,14 @@ def test_media_with_digests_are_shared_by_their_digests(make_engine, stored, is_
     assert make_engine(is_flat=is_flat).serve(PROMPT, **picture(digest)).num_hit == hit
 
 
-def test_adapters_are_not_served_where_no_path_of_theirs_is_bound(make_engine, tmp_path):
+def test_adapters_are_not_served_where_no_path_of_theirs_is_bound(make_engine, tmp_path, caplog):
     fields = {"lora_task_id": 1, "py_lora_path": str(adapter(tmp_path, "a"))}
     for engine in (make_engine(is_flat=True), make_engine(is_flat=True)):
         assert engine.serve(PROMPT, **fields).num_hit == 0
         engine.close()
         assert engine.totals["stored_blocks"] == 0
     assert engine.totals["bypassed_requests"] == 1
+    assert caplog.text.count("LoRA adapter, whose path the first cache manager") == 2, "once each"
 
 
 @on(*WITH_GROUPS)

@@ -32,7 +32,15 @@ ok, hint, fault, skipped = (partial(Finding, one) for one in ("ok", "hint", "fau
 
 _PASSING = ("starting", "preparing", "flushing")
 _LITTLE = 0.05
-"""A reason with a smaller share of the missed tokens is left out."""
+"""A reason with a smaller share of the missed tokens, or of the requests, is left out."""
+_BYPASSED = (
+    "requests bypassed the cache, because more than their tokens decides their blocks, such as a"
+    " LoRA adapter or media, and cannot be told"
+)
+_LOOK = (
+    "look at the engines' logs for lines with `a request goes without the tier`, which name each"
+    " reason once, and at docs/tensorrt_llm.md"
+)
 
 
 def tier_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
@@ -174,14 +182,11 @@ def hit_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
             "hit rate", f"{totals['prompt_tokens']:,} prompt tokens: {sources_sentence(totals)}"
         )
         yield from _missed(replicas, totals)
+        if totals["bypassed_requests"] > _LITTLE * totals["requests"]:
+            yield hint("requests", f"{totals['bypassed_requests']} {_BYPASSED}", _LOOK)
         yield from _not_kept(shards, totals)
     elif totals["bypassed_requests"]:
-        yield fault(
-            "requests",
-            f"all {totals['bypassed_requests']} requests bypassed the cache, because a LoRA adapter"
-            " or medium of theirs has no identity",
-            "look at the engines' logs for the reason, and at docs/tensorrt_llm.md",
-        )
+        yield fault("requests", f"all {totals['bypassed_requests']} {_BYPASSED}", _LOOK)
     elif not has_stored:
         yield hint(
             "requests",

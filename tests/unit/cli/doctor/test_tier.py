@@ -157,9 +157,16 @@ GONE = replica(requests=1, prompt_tokens=64, connected=False)
         (GONE, "replicas", "hint", "none is connected now"),
         (replica(requests=0), "requests", "hint", "none has had a request"),
         (replica(requests=0, bypassed_requests=7), "requests", "fault", "bypassed the cache"),
+        (
+            replica(requests=9, prompt_tokens=640, bypassed_requests=7),
+            *("requests", "hint", "7 requests bypassed the cache"),
+        ),
         (replica(requests=1, prompt_tokens=64, errors=2), "errors", "hint", "had 2 errors"),
     ],
-    ids=["all have gone", "nothing was asked for", "all went past the cache", "defects inside"],
+    ids=[
+        *("all have gone", "nothing was asked for", "all went past the cache"),
+        *("many went past the cache", "defects inside"),
+    ],
 )
 def test_engines_whose_requests_find_nothing_are_reported(one, check, verdict, words):
     finding = hits_found(one)[check]
