@@ -161,6 +161,10 @@ REASONS: dict[str, Reason] = {
         "Use Client.prefetch in the router, or raise connector.stage_wait_s; `kvray status --wide`"
         " shows how fast blocks arrive.",
     ),
+    "hold_full": Reason(
+        "vLLM's ranks had no memory left to hold the blocks in, for as long as computing takes",
+        "Raise connector.hold: hits of many requests at once need more of it.",
+    ),
     "cheaper_to_recompute": Reason(
         "fetching the blocks would have taken longer than computing them",
         "If the network should be faster, run `kvray doctor`.",

@@ -453,7 +453,7 @@ class Leader:
 
     def _measure(self, reports: Sequence[tuple[Any, bool]]) -> None:
         """Keep the engine's speed up to date, where it decides anything."""
-        if self.shared.may_stage:
+        if self.shared.may_stage or self.shared.args.holds_loads:
             with self.shared.boundary.around("the speed of prefill"):
                 num_tokens = sum(report.num_scheduled_tokens for report, _ in reports)
                 requests = {report.request_id for report, _ in reports}

@@ -14,7 +14,13 @@ StageReason = Literal[
 where ranks have several."""
 
 EngineReason = Literal[
-    "arena_busy", "fingerprinting", "reuse_disabled", "skipped", "unaligned", "weights_unnamed"
+    "arena_busy",
+    "fingerprinting",
+    "hold_full",
+    "reuse_disabled",
+    "skipped",
+    "unaligned",
+    "weights_unnamed",
 ]
 """Further reasons by which engines count missed tokens."""
 

@@ -29,7 +29,8 @@ from kvray.vllm.start import HoldAnswers, PassMetadata, PoolMetadata
 _log = logging.getLogger("kvray.connector")
 
 _HOLD_WAIT_S = 10.0
-"""Longest wait for ranks to copy what they are to hold, which takes them some 0.1 s a GiB."""
+"""Longest wait for ranks to copy what they are to hold, which takes them some 0.1 s a GiB, and for
+room to hold it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -235,7 +236,7 @@ class SchedulingHalf:
             known.num_needed, known.held_at = 0, time.monotonic()
             return None
         known.num_needed = promise.num_blocks
-        self._leader.decline(known.number, "too_slow")
+        self._leader.decline(known.number, "hold_full")
         return 0 if self._is_late(known) else None
 
     def _offer(self, known: _Known, held: Asked, num_computed: int) -> int | None:
@@ -261,9 +262,14 @@ class SchedulingHalf:
             known.held = None
 
     def _is_late(self, known: _Known) -> bool:
-        """Whether a request has waited for room for as long as it may."""
-        waited_s = time.monotonic() - known.asked_at
-        return waited_s >= self._leader.shared.config.connector.stage_wait_s
+        """Whether a request has waited for room for as long as it may.
+
+        It may wait for what computing the blocks would take: passes of others give room back.
+        """
+        shared, rate = self._leader.shared, self._leader.finder.rate.tokens_per_s
+        compute_s = known.num_needed * shared.args.tokens_per_block / rate if rate else 0.0
+        wait_s = max(shared.config.connector.stage_wait_s, min(compute_s, _HOLD_WAIT_S))
+        return time.monotonic() - known.asked_at >= wait_s
 
     def _note_events(self, meta: ConnectorMeta) -> None:
         """Have events tell of what the pass loads and saves."""

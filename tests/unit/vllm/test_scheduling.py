@@ -13,6 +13,7 @@ import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
+from kvray.engine.prefix_finder import PrefillRate
 from kvray.engine.shared_state import shared_state_for
 from kvray.errors import ConfigError
 from kvray.vllm.held import Hold, Holds
@@ -251,9 +252,31 @@ def test_a_request_waits_for_memory_for_a_bounded_time(half, monkeypatch):
     now[0] += 1.01 * half._leader.shared.config.connector.stage_wait_s
     assert half.match(second, 0) == 0
     half.allocated(second, 0)
-    assert totals(half)["miss_tokens_too_slow"] == HIT
+    assert totals(half)["miss_tokens_hold_full"] == HIT
     half.finish("a")  # nobody waits for it any more
     assert offered(half, second) == HIT
+
+
+def test_requests_that_come_at_once_wait_for_memory_while_computing_would_take_longer(
+    half, monkeypatch
+):
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(PrefillRate, "tokens_per_s", HIT / 2.0)
+    half._holds = Holds(num_ranks=1, num_blocks=HIT // BLOCK)
+    waiting, hits = [asked(name) for name in "abcdefgh"], []
+    for _ in range(30):
+        now[0] += 0.1  # a pass
+        for request in list(waiting):
+            hit = half.match(request, 0)
+            if hit is not None:
+                hits.append(hit)
+                waiting.remove(request)
+                half.allocated(request, hit)
+                half.plan(new(request.request_id, hit, num_scheduled=len(PROMPT) - hit))
+        for hold in half.plan(nothing()).holds:
+            answer(half, hold)
+    assert hits == [HIT] * 8
 
 
 def test_a_rank_that_does_not_answer_costs_a_hit_and_no_request(half, monkeypatch):
