@@ -134,7 +134,7 @@ class SchedulingHalf:
             self._known[request.request_id] = known
         known.num_external = 0
         self._follow_weights()
-        if known.held is not None:
+        if known.held is not None and not self._has_shrunk(known, known.held, num_computed):
             return self._offer(known, known.held, num_computed)
         if known.num_needed > self._holds.room and not self._is_late(known):
             return None
@@ -238,6 +238,17 @@ class SchedulingHalf:
         known.num_needed = promise.num_blocks
         self._leader.decline(known.number, "hold_full")
         return 0 if self._is_late(known) else None
+
+    def _has_shrunk(self, known: _Known, held: Asked, num_computed: int) -> bool:
+        """Let go of a hold before which vLLM lacks blocks by now: it is asked for those as well.
+
+        For a bounded time: vLLM's own cache may lose more meanwhile.
+        """
+        has_all = num_computed // self._leader.shared.args.tokens_per_block >= held.hold.first
+        if has_all or time.monotonic() >= known.asked_at + _HOLD_WAIT_S:
+            return False
+        self._drop(known)
+        return True
 
     def _offer(self, known: _Known, held: Asked, num_computed: int) -> int | None:
         """Return what of a hold follows vLLM's own tokens, once every rank has answered."""

@@ -205,16 +205,33 @@ def test_what_vllm_has_itself_by_then_is_passed_over(half):
     assert totals(half)["hit_tokens"] == HIT - 3 * BLOCK
 
 
-@pytest.mark.parametrize("computed", [0, HIT + BLOCK])
-def test_nothing_is_offered_where_vllm_has_less_than_a_hold_begins_with_or_more_than_it_has(
-    half, computed
-):
+def test_nothing_is_offered_where_vllm_has_all_of_a_hold_by_now(half):
     request = asked("a")
     assert half.match(request, BLOCK) is None
     answer(half, told(half))
-    assert half.match(request, computed) == 0
+    assert half.match(request, HIT + BLOCK) == 0
     half.allocated(request, 0)
-    assert half.plan(new("a", computed, num_scheduled=1)).drops == (0,)
+    assert half.plan(new("a", HIT + BLOCK, num_scheduled=1)).drops == (0,)
+
+
+def test_what_vllm_has_lost_of_its_own_before_a_hold_is_held_as_well(half):
+    request = asked("a")
+    assert half.match(request, 2 * BLOCK) is None
+    assert offered(half, request, BLOCK) == HIT - BLOCK
+    assert offered(half, request, 0) == HIT
+    assert len(taken(half, request, HIT).loads) == 1
+    assert half._holds.room == ROOM
+
+
+def test_a_request_whose_own_blocks_go_again_and_again_is_computed_at_last(half, monkeypatch):
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    request = asked("a")
+    assert half.match(request, 2 * BLOCK) is None
+    now[0] += 60
+    answer(half, told(half))
+    assert half.match(request, BLOCK) == 0
+    assert taken(half, request, 0, BLOCK).drops == (0,)
 
 
 def test_what_is_loaded_after_a_preemption_is_no_hit_of_the_answer(half):
