@@ -327,12 +327,12 @@ class Leader:
         state = self._remember(asked)
         num_askable = asked.num_askable(state.tokens_per_block)
         keys = state.prompt_keys(asked.tokens)[:num_askable]
-        first = asked.num_computed // state.tokens_per_block
+        first, part = divmod(asked.num_computed, state.tokens_per_block)
         state.counts = PromptCounts(len(asked.tokens), len(keys), first)
         # Even if nothing is looked up, it has keys: what it computes is saved.
         if asked.is_unread:
             found = Found(reason="skipped")
-        elif asked.num_computed % state.tokens_per_block and not shared.args.owns_partial_blocks:
+        elif part and first < len(keys) and not shared.args.owns_partial_blocks:
             self._warn_unaligned(asked.num_computed)
             found = Found(reason="unaligned")
         else:

@@ -50,6 +50,9 @@ def test_where_its_page_may_not_be_written_it_gets_nothing_and_one_warning(
 ):
     pair = make_pair(args_for(**changes))
     pair.store(PROMPT)
+    # A last block that is begun is found also where none is found in part, and is all there is.
+    pair.query(Request(4, PROMPT), len(PROMPT) - 1)
+    assert "enable_partial_reuse" not in caplog.text
     for request_id in (2, 3):
         request = Request(request_id, PROMPT)
         assert pair.scheduler.get_num_new_matched_tokens(request, BLOCK + 1) == (0, False)
