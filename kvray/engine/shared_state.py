@@ -53,7 +53,7 @@ _SENTENCES = {
     DropReason.NO_POOL: "this rank does not have the pool that they were planned for",
     DropReason.VOID: "their pass did not get the blocks it was promised, so they may be wrong",
     DropReason.UNWRITTEN: "their request reuses tokens that a cancelled one may not have computed",
-    DropReason.NEW_WEIGHTS: "the weights were replaced while their request ran",
+    DropReason.NEW_WEIGHTS: "they follow blocks of weights that were replaced",
     DropReason.NOT_SHOWN: "the engine asked without showing all of their request",
     DropReason.ERROR: "an error, which the log shows",
 }

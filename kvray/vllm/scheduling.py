@@ -21,7 +21,7 @@ from kvray.engine.meta import ConnectorMeta, LoadPlan
 from kvray.engine.request import PassReport
 from kvray.engine.shared_state import SharedState
 from kvray.errors import ConfigError
-from kvray.trace.reasons import MissReason
+from kvray.trace.reasons import DropReason, MissReason
 from kvray.vllm.held import Asked, HeldLoad, Holds
 from kvray.vllm.read import RequestReader
 from kvray.vllm.start import HoldAnswers, PassMetadata, PoolMetadata
@@ -332,7 +332,8 @@ class SchedulingHalf:
         num_external, known.num_external = known.num_external, 0
         known.is_begun, known.asked_at = True, time.monotonic()
         self._planned[known.number] = name
-        state.is_unsaved |= is_new and position > num_external and self._cache.has_old_blocks
+        if is_new and position > num_external and self._cache.has_old_blocks:
+            state.unsaved = DropReason.NEW_WEIGHTS
         reported = 0 if is_new else state.num_tokens
         yield PassReport(
             request_id=known.number,
