@@ -1,5 +1,6 @@
 """docs/arena_format.md and docs/nvme_format.md say what the code does, byte for byte."""
 
+import math
 import re
 
 import numpy as np
@@ -49,10 +50,11 @@ def test_headers_and_records_have_their_fields_where_the_pages_say():
 
 
 def test_tables_stand_where_the_page_says():
-    offsets = DEFAULT.offsets()
-    in_code = [[name, dtype.lstrip("<"), str(offsets[name])] for name, dtype, _ in DEFAULT.tables()]
-    assert [[row[0], row[1], row[-1]] for row in rows(ARENA, "Tables")] == in_code
-    assert f"here at byte {offsets['data']}." in ARENA
+    offsets, end = DEFAULT.offsets(), layout.HEADER.itemsize
+    for row, (name, dtype, shape) in zip(rows(ARENA, "Tables"), DEFAULT.tables(), strict=True):
+        assert [row[0], row[1], offsets[name]] == [name, dtype.lstrip("<"), -(-end // 4096) * 4096]
+        end = offsets[name] + np.dtype(dtype).itemsize * math.prod(shape)
+    assert f"by default at byte {offsets['data']}." in ARENA
 
 
 def test_shapes_follow_from_the_header_as_the_page_says():
