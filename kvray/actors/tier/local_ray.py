@@ -42,8 +42,6 @@ class LocalRay(NamedTuple):
     address: str
     token: str
     pid: int
-    started: float
-    """Creation time of process `pid`, so that a later process of that pid is never ended."""
     dashboard_url: str | None
 
     def __repr__(self) -> str:
@@ -72,7 +70,7 @@ def find(cluster_name: str) -> LocalRay | None:
         local = LocalRay(**json.loads((directory / _STATE_FILE).read_text()))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-    return local if _process(local.pid, local.started) is not None else None
+    return local if _is_main(local.pid, directory) else None
 
 
 def start(
@@ -128,7 +126,6 @@ def start(
             address=address,
             token=token,
             pid=head.process.pid,
-            started=psutil.Process(head.process.pid).create_time(),
             dashboard_url=found[1] if found is not None else None,
         )
         state = directory / _STATE_FILE
@@ -205,14 +202,15 @@ def _check_port(port: int) -> None:
         ) from None
 
 
-def _process(pid: int, created: float) -> psutil.Process | None:
-    """Return the living process of that pid, unless the pid now is another's."""
-    try:
-        process = psutil.Process(pid)
-        alive = process.status() != psutil.STATUS_ZOMBIE
-        return process if alive and abs(process.create_time() - created) < 1 else None
-    except (psutil.Error, TypeError, ValueError):
-        return None
+def _is_main(pid: int, directory: Path) -> bool:
+    """Return whether a process of that pid lives and has the cluster's mark.
+
+    Its age would not tell: it counts from the time of the boot, which moves when somebody sets the
+    clock.
+    """
+    with contextlib.suppress(psutil.Error, TypeError, ValueError):
+        return psutil.Process(pid).environ().get(_MARK) == str(directory)
+    return False
 
 
 def _end_all(directory: Path) -> bool:

@@ -71,6 +71,15 @@ def test_a_cluster_is_found_until_it_is_stopped_and_there_is_one(name, script):
     assert processes_of(name) == []
 
 
+def test_a_cluster_is_found_after_somebody_has_set_the_clock(name, script, monkeypatch):
+    script(STARTS)
+    started = local_ray.start(name)
+    booted_at = psutil.boot_time()
+    # The kernel has the present time less the uptime for it.
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: booted_at + 3600)
+    assert local_ray.find(name) == started
+
+
 def test_a_worker_without_its_environment_is_known_by_its_log(name, tmp_path):
     log = local_ray.local_dir(name) / "logs" / "worker"
     log.parent.mkdir(parents=True)
@@ -178,10 +187,13 @@ def write_state(name: str, **state: object) -> Path:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
 def test_another_users_directory_is_neither_believed_nor_removed(name):
-    me = psutil.Process()
-    directory = write_state(name, pid=me.pid, started=me.create_time())
-    assert local_ray.find(name) is not None
-    os.chown(directory, 12345, 12345)
+    mark = {local_ray._MARK: str(local_ray.local_dir(name))}
+    with subprocess.Popen(["sleep", "600"], env=mark) as main:
+        directory = write_state(name, pid=main.pid)
+        wait_for(lambda: local_ray.find(name) is not None)
+        os.chown(directory, 12345, 12345)
+        assert local_ray.find(name) is None
+        main.kill()
     try:
         assert local_ray.find(name) is None
         with pytest.raises(ConfigError, match="is another user's"):
@@ -193,7 +205,7 @@ def test_another_users_directory_is_neither_believed_nor_removed(name):
 
 
 def test_a_later_process_of_the_same_pid_is_no_cluster(name):
-    write_state(name, pid=os.getppid(), started=1.0)
+    write_state(name, pid=os.getppid())
     assert local_ray.find(name) is None
     assert not local_ray.stop(name)
     assert psutil.pid_exists(os.getppid())
