@@ -38,6 +38,8 @@ _log = logging.getLogger("kvray.shard")
 _RETRY_S = 0.1
 _LOST_RETRY_S = 1.0
 """How often the shard tries to replace an arena whose files were removed."""
+_FAILED_RETRY_S = 30.0
+"""How soon it tries again to have a directory, or memory, that it was refused."""
 
 
 class Shard:
@@ -145,18 +147,24 @@ class Shard:
             self._parts.tenants = TenantSalts.read(self._settings.tenant_secret_file)
         access, mode = Access.of(self._settings.arena.group), 0o700
         while not self._stopping.is_set():
+            wait_s = 0.0
             try:
                 with contextlib.suppress(OSError):
                     mode = stat.S_IMODE(directory.parent.stat().st_mode)
                 await self._own_and_serve(access)
             except (CapacityError, ConfigError, ShardUnavailable) as error:
-                # It may come back: a mount, or memory that engines still hold.
-                if not self._lost or self._state["state"] == "serving":
+                if self._state["state"] == "serving" or self._stopping.is_set():
                     raise
-                self._wait_for(f"{self._lost} {error}")
-                with contextlib.suppress(OSError):
-                    directory.parent.mkdir(mode)
-                await pause(self._stopping, _LOST_RETRY_S)
+                # It may come: a mount, memory that others still hold, the end of another owner.
+                if self._lost:
+                    wait_s = _LOST_RETRY_S
+                    self._wait_for(f"{self._lost} {error}")
+                    with contextlib.suppress(OSError):
+                        directory.parent.mkdir(mode)
+                else:
+                    wait_s = _FAILED_RETRY_S
+                    self._fail(error)
+            await pause(self._stopping, wait_s)
 
     async def _own_and_serve(self, access: Access) -> None:
         """Own the arena and serve until told to stop, or until the arena's files were removed."""
@@ -262,14 +270,17 @@ class Shard:
             self._state = {"state": "stopped"}
             return
         was_ready = self._state["state"] == "serving" or bool(self._lost)
+        self._fail(error)
+        if was_ready:  # else it would just fail again
+            self._crashed()
+
+    def _fail(self, error: Exception) -> None:
         message = str(error)
         self._state = {"state": "failed", "error": type(error).__name__, "message": message}
         if isinstance(error, KVRayError):
             _log.error("%s failed: %s", self.name, message)
         else:
             _log.error("%s ended by a defect", self.name, exc_info=error)
-        if was_ready:  # else it would just fail again
-            self._crashed()
 
 
 def _what_is_lost(arena: Arena, path: Path, mapped: os.stat_result) -> str:

@@ -184,9 +184,11 @@ def test_a_directory_that_cannot_be_used_is_said_and_nothing_is_made_but_the_las
     (node.parent / "file").touch()
     message = failed_with(node.start(directory=node.parent / "file" / "nvme"))
     assert "cannot be used for the NVMe tier" in message
+    node.stop(flush=False)
     message = failed_with(node.start(directory=node.parent / "mnt" / "nvme" / "kvray-x"))
     assert "does not exist; mount the disk, or correct nvme.dir" in message
     assert not (node.parent / "mnt").exists()
+    node.stop(flush=False)
     node.serve(directory=node.parent / "nvme" / "kvray-x")
     assert (node.parent / "nvme" / "kvray-x").is_dir()
 

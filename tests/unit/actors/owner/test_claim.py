@@ -16,6 +16,7 @@ from kvray.actors.owner import claim
 from kvray.actors.owner.claim import Claim, Owner, owner_of
 from kvray.actors.owner.inventory import find_arenas, look_at
 from kvray.actors.owner.ownership import NOTE_FILE, sweep
+from kvray.actors.shard import shard as shard_module
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.node.stage_calls import ShardSocket
 from kvray.store.arena.layout import LIMBO
@@ -107,6 +108,18 @@ def test_another_owner_is_named_and_never_harmed(stranger, start_shard, director
     stranger.process.send_signal(signal.SIGCONT)
     with contextlib.closing(ShardSocket(directory)) as engine:
         assert engine.call("hello", timeout_s=5)["shard_epoch"] == 1
+
+
+def test_a_shard_that_was_refused_serves_once_the_other_owner_is_gone(
+    stranger, start_shard, attach, hasty, monkeypatch
+):
+    monkeypatch.setattr(shard_module, "_FAILED_RETRY_S", 0.1)
+    crashes: list[str] = []
+    shard = start_shard(crashed=lambda: crashes.append("it"))
+    failed_with(shard)
+    stranger.kill()
+    wait_for(lambda: shard.status()["state"] == "serving", "the next try")
+    assert (served(attach(), STORED), crashes) == (4, [])
 
 
 def test_neither_a_note_nor_a_name_alone_makes_an_owner(start_shard, directory, child, hasty):
