@@ -82,7 +82,9 @@ def test_a_port_of_something_else_is_told_within_seconds(answer, monkeypatch):
         listener.listen()
         peer = _answering(listener, answer)
         began = time.monotonic()
-        with pytest.raises(ShardUnavailable, match=r"is no Ray head; correct ray\.address"):
+        with pytest.raises(
+            ShardUnavailable, match=r"Ray head, or one with TLS; correct ray\.address"
+        ):
             connection.connect(f"127.0.0.1:{listener.getsockname()[1]}", "t")
         assert time.monotonic() - began < 10
         os.kill(peer, signal.SIGKILL)

@@ -111,8 +111,8 @@ def _check_address(address: str) -> None:
         ) from None
     if not speaks:
         raise ShardUnavailable(
-            f"The server at {address} is no Ray head; correct ray.address (6379 is Ray's usual"
-            " port)."
+            f"The server at {address} is no Ray head, or one with TLS; correct ray.address (6379 is"
+            " Ray's usual port), or set RAY_USE_TLS=1 and RAY_TLS_* as the head has them."
         )
 
 
