@@ -181,7 +181,9 @@ class Demoter:
 
     def _affordable(self, chosen: Array) -> Array:
         """Return the first of `chosen` that the budget has room for; ancestors come on top."""
-        room = self._budget.available(time.time())
+        now = time.time()
+        self._budget.spend(0, now)  # the clock may have gone back
+        room = self._budget.available(now)
         if room is None:
             return chosen
         ends = np.cumsum(self._arena.tables.block_bytes(chosen))

@@ -89,7 +89,8 @@ class WriteBudget:
     """A day's bytes, given out evenly: any 24 hours spend no more.
 
     Times are seconds since 1970, because a restart must not give the same bytes twice. If the clock
-    goes back, nothing is given until it has caught up. One thread spends and saves; any may ask.
+    goes back, the next spending begins to count from there: it may have been wrong by years. One
+    thread spends and saves; any may ask.
     """
 
     def __init__(self, bytes_per_day: float | None, *, now: float) -> None:
@@ -135,4 +136,4 @@ class WriteBudget:
         """Return the savings at `now`, and the time from which they count."""
         saved, at = self._state
         passed_s = max(0.0, now - at)
-        return min(self._saved_max, saved + passed_s * self._per_s), max(at, now)
+        return min(self._saved_max, saved + passed_s * self._per_s), now

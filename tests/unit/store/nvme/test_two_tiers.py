@@ -182,6 +182,22 @@ def test_no_more_is_written_than_the_budget_has(arena, below):
     assert demoter.counts.postponed_rounds > 0
 
 
+def test_a_clock_that_was_ahead_does_not_stop_the_writes(arena, below, monkeypatch):
+    now = [time.time() + 8 * 3600]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    for seed in "abc":
+        store(arena, chain(20, seed=seed))
+    demoter = demoter_of(arena, below, high_watermark=0.1, bytes_per_day=24 * 10 * SLOT)
+    while demoter.demote_ahead():
+        pass
+    written = below.stats().written_bytes
+    now[0] -= 8 * 3600
+    assert demoter.demote_ahead() == 0
+    now[0] += 4 * 3600
+    assert demoter.demote_ahead() > 0
+    assert below.stats().written_bytes > written
+
+
 def test_a_flush_begins_with_the_latest_and_ends_in_time(arena, below):
     old, new = chain(25, seed="old"), chain(25, seed="new")
     store(arena, old)
