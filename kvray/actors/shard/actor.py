@@ -135,9 +135,9 @@ class ShardActor:
         check_proof(self._config, proof)
         return self._shard.clear(_STOP_TIMEOUT_S)
 
-    def stop(self, retire: bool, flush: bool = False) -> None:
+    def stop(self, retire: bool, flush: bool = False, only_new: bool = False) -> None:
         """See `Shard.stop`."""
-        self._shard.stop(retire=retire, timeout_s=_STOP_TIMEOUT_S, flush=flush)
+        self._shard.stop(retire=retire, timeout_s=_STOP_TIMEOUT_S, flush=flush, only_new=only_new)
         self._metrics.stop()
 
     @ray.method(concurrency_group="leave")

@@ -81,7 +81,8 @@ class Shard:
         self.requests = ActorRequests(self._parts)
         self._state: dict[str, Any] = {"state": "starting", "done": 0, "total": 0}
         self._stopping = asyncio.Event()
-        self._retire = self._flushes = False
+        self._retire = self._only_new = self._flushes = False
+        self._is_new = False  # whether it has made the arena that it serves
 
     def start(self) -> None:
         """Prepare the arena in the background; `status` shows the progress."""
@@ -91,22 +92,30 @@ class Shard:
         """Stay without an arena, instead of `start`; `status` says why."""
         self._ended(error)
 
-    def stop(self, *, retire: bool, timeout_s: float, flush: bool = False) -> None:
+    def stop(
+        self, *, retire: bool, timeout_s: float, flush: bool = False, only_new: bool = False
+    ) -> None:
         """End the shard. Twice is fine. ShardUnavailable: it has not ended in time.
 
-        With `retire` its arena and files go too. With `flush` blocks that are only in memory are
-        written to disk before, for the time that the NVMe tier's settings allow, which `timeout_s`
-        does not include; `status` shows the progress.
+        With `retire` its arena and files go too; with `only_new`, only if it has made the arena.
+        With `flush` blocks that are only in memory are written to disk before, for the time that
+        the NVMe tier's settings allow, which `timeout_s` does not include; `status` shows the
+        progress.
         """
         if flush and self._settings.nvme is not None:
             timeout_s += self._settings.nvme.flush_s
+        self._retire, self._only_new = retire, only_new
         if self._loop.is_alive():
-            self._retire, self._flushes = retire, flush
+            self._flushes = flush
             self._loop.post(self._stopping.set)
             if not self._loop.join(timeout_s):
                 raise ShardUnavailable(f"{self.name} did not end within {timeout_s:.0f} s.")
-        if retire:
+        if self._removes_files:
             sweep(self._settings.directory)
+
+    @property
+    def _removes_files(self) -> bool:
+        return self._retire and (self._is_new or not self._only_new)
 
     @property
     def is_starting(self) -> bool:
@@ -181,6 +190,7 @@ class Shard:
                 None, open_arena, settings.directory, settings.spec, self.name, self._preparing
             )
             stack.callback(arena.close)
+            self._is_new = arena.tables.counts.shard_epoch == 0
             let_in(settings.directory, arena.arena_id, access)
             owner = ArenaOwner(arena, settings.quotas)
             populator = Populator(arena.tables)
@@ -259,7 +269,7 @@ class Shard:
     def _tidy(self, claim: Claim) -> None:
         """Remove the files in the directory if its arena goes or never existed."""
         directory = self._settings.directory
-        if self._retire or not (directory / ARENA_FILE).exists():
+        if self._removes_files or not (directory / ARENA_FILE).exists():
             with contextlib.suppress(ConfigError):
                 if claim.renew():  # else it is somebody else's
                     remove_files(directory)

@@ -1,9 +1,11 @@
 """Brings a tier up from nothing, and ends it: Ray if need be, the actors, the files.
 
-All or nothing: a start that fails or is interrupted ends all that it started, and nothing else.
+All or nothing: a start that fails or is interrupted ends all that it started, and nothing else. An
+arena that was there stays: its tier may have ended with its Ray.
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,10 +56,11 @@ def bring_up(
     proof_of(config)  # raises before anything starts
     with contextlib.ExitStack() as undo:
         local = None
-        started_ray = False
+        started_ray = is_up = False
         if config.ray.address is None:
             local = local_ray.find(config.cluster_name)
             if local is None:
+                had_arena = os.path.exists(config.node_dir / ARENA_FILE)
                 local = local_ray.start(
                     config.cluster_name,
                     port=port,
@@ -67,15 +70,14 @@ def bring_up(
                     waiting=observer.waiting,
                 )
                 started_ray = True
-                undo.callback(_end_local_ray, config)
+                undo.callback(lambda: _end_local_ray(config, keep=had_arena and not is_up))
         undo.callback(connection.disconnect)
         connection.connect_configured(config)
-        started_tier = not list_actors()
+        started_tier, timeout_s = not list_actors(), config.ray.timeout_s
         if started_tier:
-            undo.callback(tier.down, timeout_s=config.ray.timeout_s, config=config)
-        shards = tier.up(
-            config, timeout_s=config.ray.timeout_s, observer=observer, wait=wait, rollout=rollout
-        )
+            undo.callback(lambda: tier.down(timeout_s=timeout_s, config=config, only_new=not is_up))
+        shards = tier.up(config, timeout_s=timeout_s, observer=observer, wait=wait, rollout=rollout)
+        is_up = True
         return Launch(
             shards=shards,
             started_ray=started_ray,
@@ -154,10 +156,15 @@ def _refuse_foreign(directory: Path) -> None:
         OWN_USER.check_own(directory)
 
 
-def _end_local_ray(config: KVRayConfig) -> bool:
-    """End the local Ray, and remove its files and those of its actors; False: there were none."""
+def _end_local_ray(config: KVRayConfig, *, keep: bool = False) -> bool:
+    """End the local Ray, and remove its files and those of its actors; False: there were none.
+
+    `keep`: those of its actors stay.
+    """
     directory = local_ray.local_dir(config.cluster_name)
     found = directory.exists() or config.node_dir.exists()
     was_running = local_ray.stop(config.cluster_name)
+    if keep:
+        return found
     # The arena stays if a shard of another Ray on this node owns it.
     return sweep(config.node_dir, tier.SWEEP_WAIT_S if was_running else 0.0) and found

@@ -3,9 +3,11 @@
 And what people ask of a part of it: to drain a node, to have a replica go by other weights.
 """
 
+import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -35,6 +37,7 @@ from kvray.actors.tier.rollout import SILENT, Observer, Patience, Rollout, carry
 from kvray.actors.tier.sizing import combined
 from kvray.config import WEIGHTS_VERSION_MAX, KVRayConfig, config_on_node, values_on_nodes
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
+from kvray.store.arena.file import ARENA_FILE
 from kvray.store.sizing import Plan, result_of
 
 _SUMMED = "keys", "entries", "bytes", "queries", "queried_blocks", "resyncs"
@@ -258,9 +261,12 @@ def down(
     timeout_s: float,
     config: KVRayConfig | None = None,
     flush: bool = False,
+    only_new: bool = False,
     observer: Observer = SILENT,
 ) -> bool:
     """End the tier and remove its arenas; False if there was none. Again is fine.
+
+    `only_new`: arenas that were there before the tier's shards stay, with their blocks.
 
     It kills parts that hang, and removes the files of dead shards on every node that Ray reaches.
     Files on disk stay. `config` names the shards' directory if no supervisor does, and the token;
@@ -288,12 +294,13 @@ def down(
 
     meanwhile = tell if flush else None
     stop_s = timeout_s + max(longest, default=0.0)
-    answers = calls.ask(names, "stop", stop_s, True, flush, meanwhile=meanwhile)
+    how = (True, flush, True) if only_new else (True, flush)
+    answers = calls.ask(names, "stop", stop_s, *how, meanwhile=meanwhile)
     stopped = {name for name in names if not isinstance(answers[name], KVRayError)}
     for name in (*names, LOOKUP_NAME, *calls.list_actors(f"{LOOKUP_NAME}-")):
         calls.kill_actor(name)
     for one in {one.node_dir: one for one in configs}.values():
-        _sweep_nodes(one, stopped, timeout_s)
+        _sweep_nodes(one, stopped, timeout_s, only_new=only_new)
     # So that `up` gets new ones and not dying ones.
     calls.await_forgotten(calls.list_actors(), timeout_s)
     return found
@@ -365,16 +372,23 @@ def _statuses(kind: str, answers: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _sweep_nodes(config: KVRayConfig, stopped: set[str], timeout_s: float) -> None:
-    """Remove the files of shards that did not say that they had."""
+def _sweep_nodes(
+    config: KVRayConfig, stopped: set[str], timeout_s: float, *, only_new: bool = False
+) -> None:
+    """Remove the files of shards that did not say that they had; `only_new`: but for arenas."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     chosen = chosen_nodes(nodes, config.shard)
     sweeps = {
         one: calls.on_node(one, _sweep_node) for one in chosen if shard_name(one) not in stopped
     }
-    calls.ask_all(sweeps, timeout_s, config)
-    sweep(config.node_dir, SWEEP_WAIT_S)  # of a node that Ray has lost, if this is it
+    calls.ask_all(sweeps, timeout_s, config, only_new)
+    _sweep(config.node_dir, only_new)  # of a node that Ray has lost, if this is it
 
 
-def _sweep_node(config: KVRayConfig) -> None:
-    sweep(config_on_node(config, labels=calls.node_labels()).node_dir, SWEEP_WAIT_S)
+def _sweep_node(config: KVRayConfig, only_new: bool) -> None:
+    _sweep(config_on_node(config, labels=calls.node_labels()).node_dir, only_new)
+
+
+def _sweep(directory: Path, only_new: bool) -> None:
+    if not (only_new and os.path.exists(directory / ARENA_FILE)):
+        sweep(directory, SWEEP_WAIT_S)

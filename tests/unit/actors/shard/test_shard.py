@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -27,11 +28,12 @@ from tests.unit.actors.small_shard import (
     NAMESPACE,
     WAIT_S,
     failed_with,
+    open_arena,
     settings_for,
     wait_until_serving,
 )
 from tests.unit.store.child import Child
-from tests.unit.store.small_arena import chain, spec, store
+from tests.unit.store.small_arena import chain, served, spec, store
 from tests.waiting import HANG_S, wait_for
 
 StartChild = Callable[[], Child]
@@ -260,6 +262,20 @@ def test_a_socket_file_that_a_dead_shard_left_is_replaced(make_shard, directory)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(directory / "socket"))
     make_shard()
+
+
+def test_a_start_that_is_taken_back_removes_no_arena_that_was_there(make_shard, attach, directory):
+    make_shard().stop(retire=False, timeout_s=WAIT_S)
+    with contextlib.closing(open_arena(directory)) as arena:
+        store(arena, (keys := chain(3)))
+    make_shard().stop(retire=True, only_new=True, timeout_s=WAIT_S)
+    make_shard()
+    assert served(attach(), keys) == 3
+
+
+def test_a_start_that_is_taken_back_removes_the_arena_that_it_has_made(shard, directory):
+    shard.stop(retire=True, only_new=True, timeout_s=WAIT_S)
+    assert not directory.exists()
 
 
 # -- bad surroundings -----------------------------------------------------------------------------

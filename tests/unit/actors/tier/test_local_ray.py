@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ import pytest
 from kvray.actors.owner import ownership
 from kvray.actors.tier import launch, local_ray, ray_node, tier
 from kvray.config import load_config
-from kvray.errors import ConfigError
+from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 from tests.waiting import HANG_S, wait_for
 
 STAYS = "trap 'kill $!; exit' TERM; sleep 600 & wait"
@@ -120,6 +121,36 @@ def test_files_of_a_shard_that_is_long_in_dying_are_removed(name, tmp_path, monk
         end(config)
         shard.kill()
     assert not config.node_dir.exists()
+
+
+def test_an_up_that_fails_takes_back_no_arena_that_was_there(tmp_path, monkeypatch):
+    overrides = {"ray.address": "10.0.0.5:6379", "arena.dir": str(tmp_path)}
+    config = load_config(None, environ={}, overrides=overrides)
+    monkeypatch.setattr(launch.connection, "connect_configured", lambda _: None)
+    monkeypatch.setattr(launch.connection, "disconnect", lambda: None)
+    monkeypatch.setattr(launch, "list_actors", list)
+    monkeypatch.setattr(tier, "up", Mock(side_effect=CapacityError("One node has no room.")))
+    monkeypatch.setattr(tier, "down", down := Mock())
+    with pytest.raises(CapacityError):
+        launch.bring_up(config)
+    assert down.call_args.kwargs["only_new"]
+    monkeypatch.setattr(tier, "up", Mock(return_value=[]))
+    launch.bring_up(config).undo.close()
+    assert not down.call_args.kwargs["only_new"]
+
+
+def test_a_local_up_that_fails_takes_back_no_arena_that_was_there(name, tmp_path, monkeypatch):
+    overrides = {"cluster_name": name, "arena.dir": str(tmp_path)}
+    config = load_config(None, environ={}, overrides=overrides)
+    config.node_dir.mkdir(mode=0o700)
+    (config.node_dir / "arena").touch()
+    monkeypatch.setattr(launch.local_ray, "start", Mock())
+    fails = Mock(side_effect=ShardUnavailable("Nobody answers."))
+    monkeypatch.setattr(launch.connection, "connect_configured", fails)
+    monkeypatch.setattr(launch.connection, "disconnect", lambda: None)
+    with pytest.raises(ShardUnavailable):
+        launch.bring_up(config)
+    assert (config.node_dir / "arena").exists()
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(name):
