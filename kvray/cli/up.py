@@ -216,14 +216,17 @@ def down(
         from kvray.actors.tier.launch import take_down
         from kvray.actors.tier.rollout import Observer
 
-    progress = LaunchProgress(printer(is_error=True), interrupts)
+    progress, left = LaunchProgress(printer(is_error=True), interrupts), list[str]()
+    observer = Observer(report=progress.flushing, told=left.append)
     with progress, interrupts.held():
-        found = take_down(settings, flush=flush, observer=Observer(report=progress.flushing))
+        found = take_down(settings, flush=flush, observer=observer)
     owner = owner_of(settings.node_dir)
     if owner is not None and not found:
         raise ShardUnavailable(owner.keeps(settings.node_dir))
     name, console = settings.cluster_name, printer(soft_wrap=True)
     console.print(f"The tier {name} is down." if found else f"No tier {name} was running.")
+    for sentence in left if settings.ray.address else ():  # a local Ray's end removes the rest
+        console.print(sentence)
     if owner is not None:
         console.print(
             f"{owner} of another Ray cluster owns {settings.node_dir}, which stays; run"

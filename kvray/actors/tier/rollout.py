@@ -93,7 +93,7 @@ class Observer:
     report: Callable[[list[dict[str, Any]]], None] = lambda shards: None
     """Called often during a wait, with the statuses of the shards that it waits for."""
     told: Callable[[str], None] = lambda sentence: None
-    """Called with a sentence about each part that has restarted."""
+    """Called with a sentence about each part that has restarted, or about what an end has left."""
 
 
 SILENT = Observer()

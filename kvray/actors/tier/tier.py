@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from kvray import wire
-from kvray.actors.hosts import node_meant
+from kvray.actors.hosts import labels, node_meant
 from kvray.actors.lookup.actor import create_lookup
 from kvray.actors.names import (
     LOOKUP_NAME,
@@ -300,7 +300,13 @@ def down(
     for name in (*names, LOOKUP_NAME, *calls.list_actors(f"{LOOKUP_NAME}-")):
         calls.kill_actor(name)
     for one in {one.node_dir: one for one in configs}.values():
-        _sweep_nodes(one, stopped, timeout_s, only_new=only_new)
+        if left := _sweep_nodes(one, stopped, timeout_s, only_new=only_new):
+            hosts = labels(calls.hosts_of(left))
+            where = ", ".join(hosts.get(one[:12], one[:12]) for one in left)
+            observer.told(
+                f"{one.node_dir} may still be on {where}: a shard there takes long to"
+                " end, or Ray did not get through; run `kvray down` again."
+            )
     # So that `up` gets new ones and not dying ones.
     calls.await_forgotten(calls.list_actors(), timeout_s)
     return found
@@ -374,21 +380,25 @@ def _statuses(kind: str, answers: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _sweep_nodes(
     config: KVRayConfig, stopped: set[str], timeout_s: float, *, only_new: bool = False
-) -> None:
-    """Remove the files of shards that did not say that they had; `only_new`: but for arenas."""
+) -> list[str]:
+    """Remove the files of shards that did not say that they had; `only_new`: but for arenas.
+
+    Returns the ids of the nodes that may still have some.
+    """
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     chosen = chosen_nodes(nodes, config.shard)
     sweeps = {
         one: calls.on_node(one, _sweep_node) for one in chosen if shard_name(one) not in stopped
     }
-    calls.ask_all(sweeps, timeout_s, config, only_new)
+    answers = calls.ask_all(sweeps, timeout_s, config, only_new)
     _sweep(config.node_dir, only_new)  # of a node that Ray has lost, if this is it
+    return sorted(one for one, is_done in answers.items() if is_done is not True)
 
 
-def _sweep_node(config: KVRayConfig, only_new: bool) -> None:
-    _sweep(config_on_node(config, labels=calls.node_labels()).node_dir, only_new)
+def _sweep_node(config: KVRayConfig, only_new: bool) -> bool:
+    return _sweep(config_on_node(config, labels=calls.node_labels()).node_dir, only_new)
 
 
-def _sweep(directory: Path, only_new: bool) -> None:
-    if not (only_new and os.path.exists(directory / ARENA_FILE)):
-        sweep(directory, SWEEP_WAIT_S)
+def _sweep(directory: Path, only_new: bool) -> bool:
+    is_kept = only_new and os.path.exists(directory / ARENA_FILE)
+    return is_kept or sweep(directory, SWEEP_WAIT_S)

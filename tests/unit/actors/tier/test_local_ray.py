@@ -18,6 +18,7 @@ import pytest
 
 from kvray.actors.owner import ownership
 from kvray.actors.tier import launch, local_ray, ray_node, tier
+from kvray.actors.tier.rollout import Observer
 from kvray.config import load_config
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 from tests.waiting import HANG_S, wait_for
@@ -121,6 +122,26 @@ def test_files_of_a_shard_that_is_long_in_dying_are_removed(name, tmp_path, monk
         end(config)
         shard.kill()
     assert not config.node_dir.exists()
+
+
+@pytest.mark.parametrize("answer", [True, False, ShardUnavailable("It did not answer in time.")])
+def test_the_end_of_a_tier_names_the_nodes_that_may_still_have_its_files(monkeypatch, answer):
+    host = {"NodeManagerHostname": "gpu-7", "NodeManagerAddress": "10.0.0.7"}
+    node = {"NodeID": "a" * 56, "Alive": True, "Resources": {}, **host}
+    silent = ShardUnavailable("It does not answer.")
+    monkeypatch.setattr(tier.ray, "nodes", lambda: [node])
+    monkeypatch.setattr(tier.calls, "list_actors", lambda *_: [])
+    monkeypatch.setattr(tier.calls, "kill_actor", Mock())
+    monkeypatch.setattr(tier.calls, "ask", lambda names, *_, **__: dict.fromkeys(names, silent))
+    monkeypatch.setattr(tier.calls, "on_node", Mock())
+    monkeypatch.setattr(tier.calls, "ask_all", lambda asked, *_: dict.fromkeys(asked, answer))
+    config = load_config(None, environ={}, overrides={"cluster_name": f"pytest-{os.getpid()}-no"})
+    told = Mock()
+    tier.down(timeout_s=1.0, config=config, observer=Observer(told=told))
+    if answer is True:
+        told.assert_not_called()
+    else:
+        assert f"{config.node_dir} may still be on gpu-7 (10.0.0.7): " in told.call_args.args[0]
 
 
 def test_an_up_that_fails_takes_back_no_arena_that_was_there(tmp_path, monkeypatch):
