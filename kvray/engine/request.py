@@ -265,11 +265,12 @@ class _OpenPrompt:
 
 
 class UnwrittenTokens:
-    """Where prompts may have left tokens in an engine's own prefix cache that nobody computed.
+    """Where an engine's own prefix cache may have tokens that nobody computed, or on such ones.
 
     Of each prompt that is under way the first token is noted that is not known to be computed. One
     that ends without a word leaves its note. A request that reuses such a token computes on bytes
-    of anything. Tokens alone decide, so a request needs no keys of ours; where the engine's cache
+    of anything, and leaves a note of the first token that it does so for: the engine's cache keeps
+    what it has computed. Tokens alone decide, so a request needs no keys of ours; where the cache
     tells salts or adapters apart, too, less is saved than could be.
 
     A prompt's last token is never noted: the cache has it only behind one that was sampled, and so
@@ -303,6 +304,8 @@ class UnwrittenTokens:
         self._open.pop(request_id, None)
         self._open[request_id] = _OpenPrompt(packed, keys)
         self.confirm(request_id, num_computed)
+        if is_unsure:
+            self._open.pop(request_id, None)  # whatever it computes, its note stays
         while len(self._open) > _OPEN_MAX:
             del self._open[next(iter(self._open))]
         while len(self._notes) > _NOTES_MAX:

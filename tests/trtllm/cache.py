@@ -4,9 +4,10 @@ With one pool the connector is asked when a request gets its pages, and all of i
 With layer groups it is asked apart from that, some of the offer may be taken, and pages come with
 each chunk; one version asks ahead, for requests that are then left out of the batch.
 
-With partial reuse, prompts are found as soon as they are computed, also by a block of which only
-the first tokens are alike. Its page is copied whole, with the other request's rows behind them,
-and that request goes on. The first manager takes over a page that nobody uses and nothing follows.
+With one pool or partial reuse, prompts are found as soon as they are computed. With partial reuse a
+block is also found if only its first tokens are alike. Its page is copied whole, with the other
+request's rows behind them, and that request goes on. The first manager takes over a page that
+nobody uses and nothing follows.
 """
 
 import random
@@ -124,7 +125,8 @@ class Cache:
 
     def update_resources(self, batch: ScheduledRequests) -> None:
         """Let others find computed prompts, and give back what only rejected drafts have used."""
-        for request in batch.context_requests if self._is_partial else ():
+        is_early = self._is_partial or (self.is_reused and not self._has_groups)
+        for request in batch.context_requests if is_early else ():
             if request in self._held and (self._has_groups or not request.is_in_context):
                 self._remember(request, self._held[request], keep_tail=False)
         for request in batch.generation_requests:

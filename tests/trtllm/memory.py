@@ -168,7 +168,7 @@ class Memory:
                 pages[target] = pages[source]
 
     def scribble(self, group: int, page: int, row: int) -> None:
-        """Write what a rejected token leaves behind."""
+        """Write what is of no token of the request's."""
         for region in self.groups[group]:
             for pages in (region.pages, region.expected):
                 region.tokens_of(pages, page)[:, row] = SCRIBBLE

@@ -102,12 +102,18 @@ class Model:
         self.corrupt_rows += sum(memory.stray_rows() for memory in self.memories)
 
     def _compute(self, request: LlmRequest, start: int, end: int) -> None:
-        """Read all that the tokens from `start` to `end` attend to, and write them."""
+        """Read all that the tokens from `start` to `end` attend to, and write them.
+
+        What attends to wrong rows is as wrong.
+        """
+        known = self.corrupt_rows
         self.read(request, start)
         for memory in self.memories:
             for group, pages in enumerate(self._cache.pages_of(request)):
                 for block in range(start // BLOCK, -(-end // BLOCK)):
                     memory.compute(request, group, block, pages[block], start, end)
+        if self.corrupt_rows > known:
+            self._scribble(request, start, end)
         self._computed[request] = end
 
     def _generate(self, request: LlmRequest) -> int:
@@ -120,9 +126,13 @@ class Model:
             end += 1
         request.py_num_accepted_draft_tokens = end - newest - 1
         self.num_accepted += end - newest - 1
-        for position in range(end, newest + 1 + len(drafts)):  # what rejected tokens leave behind
+        self._scribble(request, end, newest + 1 + len(drafts))  # what rejected tokens leave behind
+        return request.token_at(end)
+
+    def _scribble(self, request: LlmRequest, start: int, end: int) -> None:
+        """Write rows that belong to no token in the places of those from `start` to `end`."""
+        for position in range(start, end):
             block, row = divmod(position, BLOCK)
             for memory in self.memories:
                 for group, pages in enumerate(self._cache.pages_of(request)):
                     memory.scribble(group, pages[block], row)
-        return request.token_at(end)

@@ -339,3 +339,41 @@ def test_a_prompt_that_goes_on_from_one_of_the_pass_before_is_saved(make_engine,
     engine.run()
     engine.close()
     assert make_engine(is_flat=True).serve(longer).num_hit >= len(longer) - 2 * BLOCK
+
+
+@pytest.fixture
+def stored_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts leave all of their blocks to others behind the pass of their first chunk.
+
+    Source: `BlockManager::storeContextBlocks`, before #12673.
+    """
+    update = Cache.update_resources
+
+    def store_and_update(self: Cache, batch: Any) -> None:
+        for request in batch.context_requests:
+            digests = [
+                request.digest(at) for at in range((request.prompt_len - 1) // BLOCK * BLOCK)
+            ]
+            for pool, pages in zip(self._pools, self._held.get(request, ()), strict=False):
+                pool.remember(digests, pages, namespace=None, keep_tail=False)
+        update(self, batch)
+
+    monkeypatch.setattr(Cache, "update_resources", store_and_update)
+
+
+@on("v1_2", "v1_3rc")
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_what_was_computed_behind_unwritten_tokens_is_not_saved_by_those_who_reuse_it(
+    make_engine, stored_early, is_overlapped
+):
+    engine = make_engine(is_flat=True, chunk=2 * BLOCK, is_overlapped=is_overlapped)
+    slow = engine.submit(PROMPT, max_new=4)
+    for _ in range(1 + is_overlapped):
+        engine.step()
+    assert slow.is_in_context
+    longer = [*PROMPT, *range(600, 620)]
+    serve_wrong(engine, longer)
+    serve_wrong(engine, [*longer, *range(700, 720)])
+    engine.close()
+    reader = make_engine(is_flat=True)
+    assert reader.serve([*longer, *range(700, 730)]).num_hit >= len(PROMPT) - BLOCK

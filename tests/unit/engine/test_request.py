@@ -203,6 +203,20 @@ def test_where_blocks_are_found_whole_one_that_begins_like_an_unwritten_one_is_a
     assert unwritten.begin(3, [*PROMPT[:14], 2], 14), "all that the cache has of its last block"
 
 
+@pytest.mark.parametrize("finds_parts", [True, False])
+def test_what_was_computed_behind_an_uncomputed_token_is_unsure_for_ever(finds_parts):
+    unwritten = UnwrittenTokens(4, finds_parts=finds_parts)
+    unwritten.begin(1, PROMPT, 4)
+    unwritten.confirm(1, 8)
+    longer = [*PROMPT, 1, 2, 3]
+    assert unwritten.begin(2, longer, 16)
+    for ended in (1, 2):
+        unwritten.confirm(ended, 100)
+        unwritten.end(ended)
+    assert not unwritten.begin(3, [*PROMPT, 4, 5], 16), "its tokens were computed later"
+    assert unwritten.begin(4, [*longer, 6, 7], 20)
+
+
 @pytest.mark.parametrize("num_computed", [len(PROMPT), len(PROMPT) - 1])
 def test_of_a_prompt_that_was_computed_nothing_is_unsure(num_computed):
     """The engine's cache has the last token only behind one that was sampled."""
