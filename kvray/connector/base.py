@@ -107,6 +107,15 @@ def takes_offers_later() -> bool:
     return hasattr(KvCacheConnectorScheduler, "cancel_load")
 
 
+def hashes_blocks() -> bool:
+    """Whether reports have hashes of all of a request's blocks, with the first cache manager.
+
+    Source: `commitAndGetBlockHashesForRequest`, from #14806 on. It raises once an attention window
+    has let a block go, which ends the engine.
+    """
+    return "block_hashes" in vars(RequestData)["__dataclass_fields__"]
+
+
 def version_numbers() -> list[int]:
     """Return TensorRT-LLM's version, comparable: major, minor, patch, candidate.
 

@@ -9,7 +9,7 @@ cleanly on each.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvray.connector.base import version_numbers
+from kvray.connector.base import hashes_blocks, version_numbers
 from kvray.engine.cache_layout import CacheLayout
 from kvray.engine.engine_args import CheckpointConfig, EngineArgs, field_of, number_of, text_of
 from kvray.errors import ConfigError
@@ -68,6 +68,11 @@ def refuse_flat_pool(args: EngineArgs, shape: Sequence[int]) -> None:
         raise ConfigError(
             "One pool is not all of a KV cache with several windows or an index; set"
             " kv_cache_config.use_kv_cache_manager_v2 to true."
+        )
+    if args.windows and hashes_blocks():
+        raise ConfigError(
+            "With a connector and the first cache manager this version of TensorRT-LLM ends once an"
+            " attention window has passed a block; unset kv_cache_config.max_attention_window."
         )
     if expected not in (None, num_layers):
         raise ConfigError(
@@ -225,9 +230,8 @@ def _cache(llm_args: Any, cache: Any, checkpoint: CheckpointConfig) -> Reasons:
         isinstance(windows, list | tuple)
         and len(set(windows)) > 1
         and not _has_second_manager(cache),
-        "The first cache manager hands a connector the layers of one attention window only; give"
-        " one window in kv_cache_config.max_attention_window or set use_kv_cache_manager_v2 to"
-        " true.",
+        "The first cache manager hands a connector the layers of one attention window only; unset"
+        " kv_cache_config.max_attention_window or set use_kv_cache_manager_v2 to true.",
     )
     yield (
         isinstance(windows, list | tuple) and min(windows, default=1) < 1,

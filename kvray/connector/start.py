@@ -183,7 +183,7 @@ def read_engine_args(
         ranks_per_node=number_of(llm_args, "gpus_per_node", 0),
         attention_dp=field_of(llm_args, "enable_attention_dp") is True,
         is_compiled=is_compiled,
-        windows=_windows(cache),
+        windows=_windows(llm_args, cache),
         adapters=canonical_text(field_of(llm_args, "lora_config"), _ADAPTERS),
         checkpoint=checkpoint,
         is_sparse=_is_sparse(llm_args, checkpoint),
@@ -269,9 +269,14 @@ def _class_in(module: str, name: str) -> Any:
     return vars(sys.modules[module]).get(name) if module in sys.modules else None
 
 
-def _windows(cache: Any) -> tuple[int, ...]:
+def _windows(llm_args: Any, cache: Any) -> tuple[int, ...]:
+    """Return the attention windows that differ; none if all reach to the longest prompt's end."""
     windows = field_of(cache, "max_attention_window")
-    return tuple(sorted(set(windows))) if isinstance(windows, Sequence) else ()
+    if not isinstance(windows, Sequence):
+        return ()
+    longest = number_of(llm_args, "max_seq_len", 2**31)
+    found = {min(window, longest) for window in windows}
+    return () if found == {longest} else tuple(sorted(found))
 
 
 def _is_sparse(llm_args: Any, checkpoint: CheckpointConfig) -> bool:

@@ -18,9 +18,8 @@ from kvray.errors import KVRayError
 from kvray.reference.cache_manager import BlockPool
 from kvray.reference.request import ScheduledRequests
 from tests.trtllm.llm_request import LlmRequest
-from tests.trtllm.memory import BLOCK, Memory
+from tests.trtllm.memory import BLOCK, NO_PAGE, Memory
 
-NO_PAGE = -1
 SEND_POLLS = 5
 """Iterations that it takes to send a prompt's blocks to a server that generates."""
 DUMMY_ID = 2**64 - 1

@@ -18,6 +18,7 @@ from tests.trtllm.llm_request import LlmRequest
 
 BLOCK = 4
 """Tokens in a block."""
+NO_PAGE = -1
 POISON = 0xFF
 """NaN in every floating-point format that is used here."""
 SCRIBBLE = 0x5A

@@ -15,10 +15,10 @@ import pytest
 from kvray.engine.engine_args import MediaTokens
 from kvray.node import NodeLink
 from kvray.store import Arena
-from tests.trtllm.cache import NO_PAGE, Cache
+from tests.trtllm.cache import Cache
 from tests.trtllm.conftest import PROMPT
 from tests.trtllm.llm_request import LlmRequest
-from tests.trtllm.memory import BLOCK, GroupShape, Shape
+from tests.trtllm.memory import BLOCK, NO_PAGE, GroupShape, Shape
 from tests.trtllm.version import WITH_GROUPS, on
 from tests.waiting import Gate, wait_for
 
@@ -133,6 +133,7 @@ def detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[LlmRequest]]:
     return gone
 
 
+@on("v1_2", "v1_3rc")
 def test_front_blocks_that_one_window_lets_go_are_not_saved_when_a_tier_comes(
     make_engine, absence, detached
 ):

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from kvray.cli.config import render
 from kvray.config import load_config
 from kvray.errors import ConfigError
-from tests.trtllm.memory import MLA
+from tests.trtllm.memory import FLAT, MLA, Memory
 from tests.trtllm.version import WITH_GROUPS, Version, on
 
 ROOT = Path(__file__).parents[2]
@@ -189,6 +189,26 @@ def test_several_windows_and_evictions_are_refused_where_one_pool_is_handed_over
             continue
         with pytest.raises(ConfigError, match="first cache manager"):
             version.construct(**changes)
+
+
+@pytest.mark.parametrize("max_seq_len", [None, 8, 9])
+def test_one_window_with_one_pool_is_refused_where_the_engine_ends_once_it_passes_a_block(
+    version, shard, max_seq_len
+):
+    is_passed = max_seq_len != 8
+    (worker,), scheduler = version.construct(
+        cache={"max_attention_window": [8]}, max_seq_len=max_seq_len
+    )
+    pool = Memory(FLAT, rank=0, num_pages=8).pool()
+    try:
+        if version.has_hashes and is_passed:
+            with pytest.raises(ConfigError, match=r"unset kv_cache_config\.max_attention_window"):
+                worker.register_kv_caches(pool)
+        else:
+            worker.register_kv_caches(pool)
+    finally:
+        scheduler.shutdown()
+        worker.shutdown()
 
 
 def test_attention_dp_is_refused_where_rank_0_is_asked_alone(version):

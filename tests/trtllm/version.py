@@ -27,7 +27,7 @@ from pydantic import ConfigDict, create_model
 import kvray
 from kvray.reference.connector_manager import KvCacheConnectorManager
 from kvray.reference.request import LlmRequest, LlmRequestState
-from tests.trtllm.memory import BLOCK
+from tests.trtllm.memory import BLOCK, NO_PAGE
 
 try:
     import tomllib
@@ -370,6 +370,8 @@ class FlatManager(KvCacheConnectorManager):
         if (config := getattr(request, "kv_cache_retention_config", None)) is not None:
             data.priorities = [config.priority] * len(data.new_block_ids)
         if self.version.has_hashes:
+            if NO_PAGE in groups[0]:  # `commitAndGetBlockHashesForRequest`, from #14806 on
+                raise RuntimeError("no hashes behind front blocks that a window has let go")
             ends = range(BLOCK - 1, len(request.get_tokens(0)), BLOCK)
             data.block_hashes = [hash(request.digest(end)) for end in ends]
         return data

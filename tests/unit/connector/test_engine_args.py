@@ -148,11 +148,12 @@ def test_attention_data_parallelism_is_served_where_every_rank_is_asked(monkeypa
 
 
 def test_windows_are_those_that_differ():
-    def windows(**cache: Any) -> tuple[int, ...]:
-        return read_args(args_for(cache=cache)).windows
+    def windows(max_seq_len: int | None = None, **cache: Any) -> tuple[int, ...]:
+        return read_args(args_for(cache=cache, max_seq_len=max_seq_len)).windows
 
     assert windows() == ()
     assert windows(max_attention_window=[4096, 4096]) == (4096,)
+    assert windows(max_attention_window=[8192], max_seq_len=4096) == (), "it reaches everywhere"
     mixed = [4096, 512, 4096]
     for switch in (True, "auto"):
         assert windows(max_attention_window=mixed, use_kv_cache_manager_v2=switch) == (512, 4096)
