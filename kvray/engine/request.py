@@ -269,13 +269,13 @@ class UnwrittenTokens:
 
     Of each prompt that is under way the first token is noted that is not known to be computed. One
     that ends without a word leaves its note. A request that reuses such a token computes on bytes
-    of anything, and leaves a note of the first token that it does so for: the engine's cache keeps
+    of anything, and leaves a note of the first token in a page of its own: the engine's cache keeps
     what it has computed. Tokens alone decide, so a request needs no keys of ours; where the cache
     tells salts or adapters apart, too, less is saved than could be.
 
-    A prompt's last token is never noted: the cache has it only behind one that was sampled, and so
-    behind its pass. Where blocks are found whole, or not at all, the note is of all its block that
-    the cache has: others that merely begin like it are others' blocks.
+    The last token of a prompt on sound ones is never noted: the cache has it only behind one that
+    was sampled, and so behind its pass. Where blocks are found whole, or not at all, the note is of
+    all of the prompt in its block: others that merely begin like it are others' blocks.
 
     Source: `WindowBlockManager::storeBlocksForReuse` and `KVCacheBlock::findMatchingBlock`.
     """
@@ -294,23 +294,27 @@ class UnwrittenTokens:
         """Follow a prompt, `num_computed` tokens of which the engine has; may one be unwritten?"""
         size, packed, keys = self._size, pack_tokens(tokens), [_ROOT]
         keys += chain_packed(packed, tokens_per_block=size, seed=_ROOT)
-        is_unsure = any(
-            (key, packed[start : start + count].tobytes()) in self._notes
+        unsure = (
+            start + count - 1
             for start, key in zip(range(0, num_computed, size), keys, strict=False)
             if key in self._places
-            for count in self._counts(min(size, num_computed - start))
+            for count in range(1, min(size, num_computed - start) + 1)
+            if (key, packed[start : start + count].tobytes()) in self._notes
         )
+        first = next(unsure, None)
         # What another life of this id has noted stays: its pages may be those that are reused now.
         self._open.pop(request_id, None)
-        self._open[request_id] = _OpenPrompt(packed, keys)
-        self.confirm(request_id, num_computed)
-        if is_unsure:
-            self._open.pop(request_id, None)  # whatever it computes, its note stays
+        prompt = _OpenPrompt(packed, keys)
+        if first is None:
+            self._open[request_id] = prompt
+            self.confirm(request_id, num_computed)
+        else:  # its note stays, whatever it computes; a block reused in part is a copy of its own
+            self._note(prompt, max(first, num_computed // size * size), len(packed))
         while len(self._open) > _OPEN_MAX:
             del self._open[next(iter(self._open))]
         while len(self._notes) > _NOTES_MAX:
             self._erase(next(iter(self._notes)))
-        return is_unsure
+        return first is not None
 
     def confirm(self, request_id: int, num_computed: int) -> None:
         """Note that so many leading tokens of a prompt are computed; nothing if it is over."""
@@ -321,25 +325,23 @@ class UnwrittenTokens:
             if not self._notes[prompt.note]:
                 self._erase(prompt.note)
         num_found = len(prompt.tokens) - 1
-        if num_computed >= num_found:
-            return
-        self._open[request_id] = prompt  # as the last that was heard of
-        end = max(0, num_computed)
-        block = end // self._size
-        start = block * self._size
-        stop = end + 1 if self._finds_parts else min(start + self._size, num_found)
-        prompt.note = prompt.keys[block], prompt.tokens[start:stop].tobytes()
-        if prompt.note not in self._notes:
-            self._places[prompt.note[0]] += 1
-        self._notes[prompt.note] = self._notes.get(prompt.note, 0) + 1
+        if num_computed < num_found:
+            self._open[request_id] = prompt  # as the last that was heard of
+            self._note(prompt, max(0, num_computed), num_found)
 
     def end(self, request_id: int) -> None:
         """A request has ended; its note stays, unless the whole prompt is computed."""
         self._open.pop(request_id, None)
 
-    def _counts(self, num_reused: int) -> Sequence[int]:
-        """Return of how many tokens of a block a note can be that so many reused ones begin."""
-        return range(1 if self._finds_parts else num_reused, num_reused + 1)
+    def _note(self, prompt: _OpenPrompt, first: int, end: int) -> None:
+        """Note the token at `first` of a prompt of which the cache finds those before `end`."""
+        block = first // self._size
+        start = block * self._size
+        stop = first + 1 if self._finds_parts else min(start + self._size, end)
+        prompt.note = prompt.keys[block], prompt.tokens[start:stop].tobytes()
+        if prompt.note not in self._notes:
+            self._places[prompt.note[0]] += 1
+        self._notes[prompt.note] = self._notes.get(prompt.note, 0) + 1
 
     def _erase(self, note: _Note) -> None:
         del self._notes[note]

@@ -5,6 +5,7 @@ first one, with one window, lets front blocks go. Blocks that are saved later wo
 others, with checksums that are right.
 """
 
+import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -378,3 +379,41 @@ def test_what_was_computed_behind_unwritten_tokens_is_not_saved_by_those_who_reu
     engine.close()
     reader = make_engine(is_flat=True)
     assert reader.serve([*longer, *range(700, 730)]).num_hit >= len(PROMPT) - BLOCK
+
+
+@on("v1_2")
+@pytest.mark.parametrize("seed", [1, 8, 31])
+def test_whatever_is_computed_behind_unwritten_tokens_no_other_engine_loads_it(
+    make_engine, stored_early, seed
+):
+    luck = random.Random(seed)
+    cold = make_engine(
+        is_flat=True,
+        cache={"enable_partial_reuse": luck.random() < 0.4},
+        chunk=luck.choice([1, 2, 3]) * BLOCK,
+        is_overlapped=luck.random() < 0.5,
+        max_batch=luck.choice([2, 4]),
+        num_pages=luck.choice([60, 128]),
+    )
+    base = [luck.randrange(100, 890) for _ in range(60)]
+    prompts, live = list[list[int]](), list[LlmRequest]()
+    for _ in range(25):
+        source = luck.choice([base, base, *prompts[-6:]])
+        start = source[: luck.randrange(1, len(source) + 1)]
+        prompt = [*start, *(luck.randrange(100, 890) for _ in range(luck.randrange(1, 14)))][:90]
+        prompts.append(prompt)
+        live.append(cold.submit(prompt, max_new=luck.randrange(1, 6)))
+        for _ in range(luck.randrange(4)):
+            cold.step()
+        victims = [one for one in live if one.has_pages and one.is_in_context]
+        if luck.random() < 0.2 and victims:
+            cold.kill(victims[0])
+        for request in [one for one in live if one.is_ended]:
+            prompts.append(request.get_tokens(0))
+            live.remove(request)
+    cold.run()
+    assert cold.model.corrupt_rows, "TensorRT-LLM's own fault"
+    cold.model.corrupt_rows = 0
+    cold.close()
+    reader = make_engine(is_flat=True, num_pages=400)
+    assert sum(reader.serve([*prompt, 1, 2]).num_hit for prompt in prompts)

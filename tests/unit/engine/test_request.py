@@ -217,6 +217,16 @@ def test_what_was_computed_behind_an_uncomputed_token_is_unsure_for_ever(finds_p
     assert unwritten.begin(4, [*longer, 6, 7], 20)
 
 
+def test_a_copy_of_uncomputed_tokens_is_unsure_for_ever():
+    unwritten = UnwrittenTokens(4, finds_parts=True)
+    unwritten.begin(1, PROMPT, 4)
+    assert unwritten.begin(2, [*PROMPT[:14], 1, 2], 14)
+    unwritten.confirm(1, len(PROMPT))
+    unwritten.end(1)
+    assert unwritten.begin(3, [*PROMPT[:13], 3, 4], 13)
+    assert not unwritten.begin(4, [*PROMPT[:12], 5, 6], 12)
+
+
 @pytest.mark.parametrize("num_computed", [len(PROMPT), len(PROMPT) - 1])
 def test_of_a_prompt_that_was_computed_nothing_is_unsure(num_computed):
     """The engine's cache has the last token only behind one that was sampled."""
