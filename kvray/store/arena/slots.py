@@ -169,7 +169,7 @@ def reserve(
     if before >= 0:
         depth = int(tables.slot_depth[before]) + 1
         head = int(tables.slot_head[before]) or head
-    elif parent is None:
+    elif parent is None and depth == 0:  # else its parent is lost, and `head` is all that is known
         head = head_number(BlockKey(keys[:1].tobytes()))
     number = tables.next_tick()
     here = chain >= 0

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvray.identity.block import BlockKey
+from kvray.identity.block import BlockKey, head_number
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import READY
@@ -98,6 +98,16 @@ def flushed(arena: Arena, below: NvmeStore, keys: list[BlockKey]) -> None:
     store(arena, keys)
     demoter_of(arena, below).flush(until=FOREVER)
     ArenaOwner(arena).clear()
+
+
+def test_a_block_that_has_lost_its_parent_is_still_announced_to_its_chain_s_partition(arena, below):
+    keys = chain(3)
+    store(arena, keys)
+    arena.quarantine(key_index.find(arena.tables, key_index.pack_keys(keys[:1]), 0))
+    demoter_of(arena, below).flush(until=FOREVER)
+    found, _ = below.find(key_index.pack_keys(keys), 0)
+    assert found[0] < 0
+    assert below.tables.slot_head[found[1:]].tolist() == [head_number(keys[0])] * 2
 
 
 def test_nothing_is_written_below_the_high_watermark(arena, below):
