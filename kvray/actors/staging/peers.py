@@ -41,12 +41,17 @@ class Rate:
         """Take the measurement of a fetch that brought blocks."""
         if report.num_bytes <= 0 or report.seconds <= 0:
             return
-        if self.transport != report.transport:
+        if self.transport != report.transport or now - self.at > _FORGET_S:
             self.transport, self.latency_s, self.bytes_per_s = report.transport, 0.0, None
+        # Each is a bound of what the other kind measures: else one bad moment would stay there, and
+        # keep its kind from being fetched and measured again.
         if report.num_bytes < _SMALL:
             self.latency_s = _blend(self.latency_s or None, report.seconds)
+            if self.bytes_per_s is not None:
+                self.bytes_per_s = max(self.bytes_per_s, report.num_bytes / report.seconds)
         else:
-            moving_s = max(report.seconds - self.latency_s, report.seconds / 2)
+            self.latency_s = min(self.latency_s, report.seconds / 2)
+            moving_s = report.seconds - self.latency_s
             self.bytes_per_s = _blend(self.bytes_per_s, report.num_bytes / moving_s)
         self.at = now
 

@@ -291,6 +291,28 @@ def test_what_fetches_tell_of_the_one_that_sends(fetches, now, peer):
     assert found.bytes_per_s == (peer.bytes_per_s and pytest.approx(peer.bytes_per_s, rel=0.01))
 
 
+def test_one_bad_moment_does_not_stay_the_latency_where_only_large_fetches_follow():
+    rate = Rate()
+    note(rate, 0.5, 1.0)
+    note(rate, 64, 0.064, now=5.0)
+    found = rate.peer(5.0)
+    assert found.latency_s + 64 * MB / found.bytes_per_s == pytest.approx(0.064)
+
+
+def test_one_bad_moment_does_not_stay_the_rate_where_only_small_fetches_follow():
+    rate = Rate()
+    note(rate, 64, 64.0)
+    note(rate, 0.5, 0.001, now=5.0)
+    assert rate.peer(5.0).bytes_per_s == pytest.approx(5e8), "it was as fast at least"
+
+
+def test_what_is_forgotten_has_no_weight_in_the_next_measurement():
+    rate = Rate()
+    note(rate, 64, 64.0)
+    note(rate, 64, 0.064, now=31.0)
+    assert rate.peer(31.0).bytes_per_s == pytest.approx(1e9)
+
+
 def test_transports_are_measured_apart_and_the_last_one_counts():
     rate = Rate()
     note(rate, 100, 0.1)
