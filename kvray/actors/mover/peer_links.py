@@ -6,7 +6,8 @@ any, taken when a node appears and again from time to time.
 
 A transport that both ends have may still fail between them, where a firewall lets only Ray's ports
 through. After several failures in a row it is left out of what a source may choose from, so that
-the next transport is used. Handshakes try it again; requests do so only after one has arrived.
+the next transport is used. Handshakes try it again; requests do so only after one has arrived, and
+less and less often if they fail all the same.
 """
 
 import logging
@@ -61,15 +62,17 @@ class RemoteMovers(Protocol):
 class _Link:
     """One transport from one node."""
 
-    failures: int = 0  # in a row
+    failed_fetches: int = 0  # in a row
+    failed_handshakes: int = 0  # likewise
+    is_left_out: bool = False
     retry_at: float = 0.0
     incarnation: int = -1
     """This node's incarnation that the last successful piece was sent to."""
     error: str = ""
 
     @property
-    def is_left_out(self) -> bool:
-        return self.failures >= FAILURES_MAX
+    def failures(self) -> int:
+        return self.failed_fetches + self.failed_handshakes
 
 
 @dataclass(slots=True)
@@ -126,28 +129,38 @@ class PeerLinks:
         with self._lock:
             return self._working(self._peers.get(name, _Peer())) or list(self._fenced)
 
-    def succeed(self, name: str, transport: str, incarnation: int) -> None:
-        """Note that a piece arrived, sent to `incarnation` of this node's end."""
+    def succeed(
+        self, name: str, transport: str, incarnation: int, *, is_handshake: bool = False
+    ) -> None:
+        """Note that a piece arrived, sent to `incarnation` of this node's end.
+
+        A handshake has a transport tried again. It excuses no fetch that failed: a network may lose
+        large packets and let small ones pass. So the next failure leaves it out for longer.
+        """
         with self._lock:
             if (peer := self._peers.get(name)) is None:
                 return
-            was_left_out = peer.links[transport].is_left_out
-            peer.links[transport] = _Link(incarnation=incarnation)
+            link = peer.links[transport]
+            was_left_out, failed_fetches = link.is_left_out, link.failed_fetches * is_handshake
+            peer.links[transport] = _Link(failed_fetches=failed_fetches, incarnation=incarnation)
             peer.last, peer.misses = transport, 0
             peer.due_at = self._now() + _AGAIN_S * (0.5 + self._random.random())
         if was_left_out:
             _log.info("%s works again from %s", transport, name)
 
-    def fail(self, name: str, transport: str, error: str) -> None:
+    def fail(self, name: str, transport: str, error: str, *, is_handshake: bool = False) -> None:
         """Note that a piece failed because of its transport."""
         with self._lock:
             if (peer := self._peers.get(name)) is None:
                 return
             link = peer.links[transport]
-            link.failures, link.error = link.failures + 1, error
+            link.failed_fetches += not is_handshake
+            link.failed_handshakes += is_handshake
+            link.error = error
             link.retry_at = self._now() + self._pause(link.failures)
-            is_new = link.failures == FAILURES_MAX
+            is_new = not link.is_left_out and link.failures >= FAILURES_MAX
             if is_new:
+                link.is_left_out = True
                 peer.due_at, peer.misses = 0.0, 0  # the next transport shakes hands at once
         if is_new:
             _log.warning("%s is left out from %s for now: %s", transport, name, error)
@@ -171,7 +184,7 @@ class PeerLinks:
                 }
                 for name, peer in self._peers.items()
                 for transport, link in peer.links.items()
-                if link.failures
+                if link.error
             ]
 
     def _run(self) -> None:
@@ -229,9 +242,9 @@ class PeerLinks:
                 chosen in targets and targets[chosen][0] == self._fenced[chosen].incarnation
             )
             if is_link_error(error) and is_current:
-                self.fail(name, chosen, str(error))
+                self.fail(name, chosen, str(error), is_handshake=True)
         else:
-            self.succeed(name, chosen, targets[chosen][0])
+            self.succeed(name, chosen, targets[chosen][0], is_handshake=True)
 
     def _postpone(self, name: str, transport: str) -> None:
         """Have the next handshake, and the next by a transport that is left out, wait longer."""

@@ -206,6 +206,22 @@ def test_failures_in_a_row_leave_a_transport_out(scene):
     assert scene.links.transports_for("m") == ["first", "second"]
 
 
+def test_handshakes_that_arrive_do_not_excuse_fetches_that_never_do(scene):
+    """As where small packets pass and large ones are lost."""
+    num_failed = 0
+    for _ in range(1200):
+        scene.now += 0.5
+        scene.links.handshake()
+        if scene.links.transports_for("m")[0] == "first":
+            scene.fail("first")
+            scene.fenced["first"].incarnation += 1  # as `settle` does behind the fence
+            num_failed += 1
+    assert module.FAILURES_MAX < num_failed < 20, "it is tried again, and less and less often"
+    scene.links.succeed("m", "first", scene.fenced["first"].incarnation)
+    scene.fail("first")
+    assert scene.links.transports_for("m") == ["first", "second"]
+
+
 def test_if_all_are_left_out_all_may_be_used(scene):
     for transport in ("first", "second") * module.FAILURES_MAX:
         scene.fail(transport)
