@@ -205,14 +205,13 @@ class SegmentFiles:
             one.file.close()
 
     def _open_existing(self) -> None:
-        for path in sorted(self._directory.glob(f"segment-*{_UNFINISHED}")):
-            if number_of(path.with_suffix("")) is not None:
-                self._disk.remove(path)
-        aside = []
         with device_errors(self._directory, "listed"):
-            numbers = {path: number_of(path) for path in sorted(self._directory.iterdir())}
-        for path, number in numbers.items():
-            if number is None:
+            paths = sorted(self._directory.iterdir())
+        aside = []
+        for path in paths:
+            if path.suffix == _UNFINISHED and number_of(path.with_suffix("")) is not None:
+                self._disk.remove(path)
+            if (number := number_of(path)) is None:
                 continue
             self._next_number = max(self._next_number, number + 1)
             opened = open_segment(self._disk, path, number, self._spec.cluster_name, self._geometry)

@@ -252,3 +252,13 @@ def test_errors_say_what_to_do(directory, monkeypatch, call, code, error, said):
     with pytest.raises(error, match=said):
         (file.write if call == "pwritev" else file.read)([np.zeros(4096, dtype="u1")], 0)
     file.close()
+
+
+def test_a_directory_that_cannot_be_listed_is_its_device_s_fault(reopen, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "glob", fail)
+    monkeypatch.setattr(Path, "iterdir", fail)
+    with pytest.raises(TierError, match="cannot be listed"):
+        reopen()
