@@ -47,6 +47,7 @@ class NvmeDisk:
         shard: str,
     ) -> None:
         self.tier: NvmeTier | None = None  # None: the disk is out, or not open yet
+        self._arena = arena
         self._arguments = arena, retention, settings, gone
         self._retention = retention
         self._settings = settings
@@ -96,7 +97,10 @@ class NvmeDisk:
             self.tier.tick(now)
 
     async def close(self) -> None:
-        """Close the tier, as far as the device answers."""
+        """Close the tier, as far as the device answers.
+
+        A read that hangs may end much later, in slots that nobody else must have until then.
+        """
         self._is_closing = True
         work = self._work
         if self.tier is not None and work is None:
@@ -106,6 +110,7 @@ class NvmeDisk:
             await asyncio.wait({work}, timeout=_CLOSE_S)
             if not work.done():
                 work.cancel()
+                self._arena.stay()
                 _log.error("%s: its disk does not answer; it is not waited for", self._shard)
             elif work.exception() is None and (tier := work.result()) is not None:
                 await self._closing(tier)

@@ -166,6 +166,10 @@ class MappedArena:
             )
         return self.holder
 
+    def stay(self) -> None:
+        """Give nothing back before this process has ended: something still writes to its slots."""
+        self._holder = None
+
     def leave(self, *, unless_leased: bool = False, wait_s: float = _JOIN_WAIT_S) -> bool:
         """Give back all that this process holds; its copies must have ended. Twice is fine.
 

@@ -297,6 +297,25 @@ def test_a_shard_with_a_disk_that_hangs_can_be_cleared_flushed_and_ended(full, d
     assert not (full.parent / "shm").exists()
 
 
+def test_a_read_that_hangs_beyond_the_end_of_its_shard_writes_over_no_other_block(
+    full, device, monkeypatch
+):
+    monkeypatch.setattr(nvme_disk, "_CLOSE_S", 0.3)
+    full.lose_from_memory()
+    device.answers.clear()
+    full.stage(KEYS)
+    assert device.num_hanging
+    full.shard.stop(retire=False, timeout_s=20)
+    others = chain(64, seed="others")
+    full.store(others)
+    with contextlib.closing(open_arena(full.parent / "shm")) as arena:
+        num_stored = int(arena.present(others, [0])[0].sum())
+    device.answers.set()
+    reads = [one for one in threading.enumerate() if one.name.startswith("kvray-promote")]
+    wait_for(lambda: not any(one.is_alive() for one in reads))
+    assert full.num_right(others) == num_stored > 0
+
+
 def test_a_disk_that_hangs_at_the_start_keeps_the_shard_from_nothing(full, device, monkeypatch):
     monkeypatch.setattr(nvme_disk, "_START_S", 0.3)
     full.stop(flush=True)
