@@ -197,7 +197,8 @@ class Ingress:
                         await send({"type": "http.response.body", "body": one, "more_body": True})
                         continue
                     head = one
-                    self._first_s.observe(time.monotonic() - began)
+                    self._is_well, self._heard_at = True, time.monotonic()  # an engine answers
+                    self._first_s.observe(self._heard_at - began)
                     self._note(one.status)
                     start = {"type": "http.response.start", "status": one.status}
                     await send(start | {"headers": _headers_of(one, request)})

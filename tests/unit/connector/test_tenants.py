@@ -45,6 +45,7 @@ def ask(pair: Pair, request_id: int, salt: str | int | None, tokens: list[int] =
         request.cache_salt_id = salt
     elif salt is not None:
         request.cache_salt = salt  # type: ignore[attr-defined]
+    pair.wait_for_arena()
     matched = pair.serve(request)
     pair.flush()
     return matched

@@ -10,6 +10,7 @@ pytest.importorskip("ray.serve")
 pytest.importorskip("openai")
 
 from opentelemetry.trace import StatusCode
+from ray.serve.exceptions import RayServeException
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
@@ -172,6 +173,17 @@ def test_answers_are_counted_by_their_status():
     assert 'kvray_ingress_answers_total{status="200"} 1.0' in counts
     assert 'kvray_ingress_answers_total{status="404"} 1.0' in counts
     assert "kvray_ingress_first_byte_seconds_count 1.0" in counts
+
+
+def test_health_knows_of_an_engine_that_has_just_answered(monkeypatch):
+    def busy() -> None:
+        raise RayServeException
+
+    monkeypatch.setattr("ray.serve.status", busy)
+    client = client_of(Handle(whole("a")))
+    assert client.get("/health").status_code == 503
+    client.post(CHAT)
+    assert client.get("/health").status_code == 200
 
 
 def test_a_websocket_is_closed():
