@@ -54,11 +54,9 @@ class Leader:
         """
         self._own_shared = self.shared = shared
         self.states: OrderedDict[int, RequestState] = OrderedDict()
-        self.promises = Promises()
-        self.finder = PrefixFinder()
-        self._unwritten = UnwrittenTokens(
-            shared.args.tokens_per_block, finds_parts=shared.args.finds_parts
-        )
+        self.promises, self.finder = Promises(), PrefixFinder()
+        args = shared.args
+        self._unwritten = UnwrittenTokens(args.tokens_per_block, finds_parts=args.finds_parts)
         self._ends: dict[int, int] = {}
         """Requests of the last pass -> leading tokens that are computed once it has run."""
         self._num_passes = 0  # how many had run when it was planned
@@ -264,10 +262,12 @@ class Leader:
 
         Its saves go by the same. A prompt that is cancelled behind it is not reported again.
         """
-        if self.shared.num_passes != self._num_passes:
-            for request_id, end in self._ends.items():
-                self._unwritten.confirm(request_id, end)
-            self._ends, self._num_passes = {}, self.shared.num_passes
+        ends, num_passes = self._ends, self.shared.num_passes
+        if num_passes != self._num_passes:
+            self._ends, self._num_passes = {}, num_passes
+            with self.shared.boundary.around("what is computed of prompts"):
+                for request_id, end in ends.items():
+                    self._unwritten.confirm(request_id, end)
 
     def _follow_prompts(self, reports: Sequence[tuple[Any, bool]]) -> None:
         """Note how far prompts are computed; save nothing behind tokens that may not be written.
