@@ -213,7 +213,7 @@ class NvmeStore:
                 stored=tables.counts.stored,
                 evicted=tables.counts.evicted,
                 dropped=tables.counts.dropped,
-                corrupt=tables.counts.corrupt,
+                corrupt=tables.counts.corrupt - self._num_unreadable,
                 unreadable=self._num_unreadable,
                 written_bytes=self._writer.written_bytes,
                 read_bytes=self._read_bytes,
@@ -269,9 +269,10 @@ class NvmeStore:
         Returns a mask of the keys whose blocks are there and have their checksum, and checksums,
         u64, to commit these.
 
-        A wrong block goes out of service, for as long as the store is open. A block that the device
-        refuses to read is a miss, and stays: the fault may pass. ConfigError, LayoutMismatch: a
-        slot of the arena is reserved for another block, or for one of another size.
+        A wrong block goes out of service, and so does one that the device refuses to read: asked
+        for again and again, it would count as a device that fails. The next opening finds the
+        latter again, as the fault may have passed. ConfigError, LayoutMismatch: a slot of the arena
+        is reserved for another block, or for one of another size.
         """
         valid = np.zeros(len(keys), dtype=bool)
         checksums = np.zeros(len(keys), dtype="<u8")
@@ -340,11 +341,13 @@ class NvmeStore:
         tables = self.tables
         bad, good = held[~same & ~unreadable], held[same]
         with self.section():
+            before = tables.counts.corrupt
+            slots.quarantine(tables, held[unreadable])
+            self._num_unreadable += tables.counts.corrupt - before
             slots.quarantine(tables, bad)
             # The bytes that its record promises are lost, after a restart too.
             self._record_table.bury(bad)
             tables.slot_tick[good] = tables.next_tick()
-            self._num_unreadable += int(np.count_nonzero(unreadable))
             self._read_bytes += int(tables.block_bytes(good).sum())
         if len(bad):
             _log.error(

@@ -73,13 +73,18 @@ class _FaultyFile(DiskFile):
         super().sync()
 
 
-def test_one_block_that_the_device_refuses_is_a_miss(store, disk):
+def test_a_block_that_the_device_refuses_is_tried_once_an_opening(store, reopen, disk):
     keys = chain(8)
     demote(store, keys)
     disk.bad_reads.add(SHAPE.payload_offset + 3 * SLOT + 77)
     assert promote(store, keys).tolist() == [True] * 3 + [False] + [True] * 4
-    assert (store.stats().unreadable, store.stats().corrupt) == (1, 0)
+    assert (store.stats().unreadable, store.stats().corrupt, present(store, keys)) == (1, 0, 7)
+    demote(store, keys)
+    assert promote(store, keys).all(), "it was written to another place"
+    store.close()
     disk.bad_reads.clear()
+    store = reopen()
+    assert (store.report.blocks, store.report.duplicates) == (8, 1)
     assert promote(store, keys).all()
 
 
