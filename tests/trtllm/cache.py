@@ -30,7 +30,7 @@ class Cache:
 
     def __init__(
         self,
-        memories: Sequence[Memory],
+        memory: Memory,
         windows: Sequence[int | None],
         *,
         num_pages: int,
@@ -54,7 +54,7 @@ class Cache:
         """Pads every batch that generates."""
         self.sending: dict[LlmRequest, int] = {}
         """Prompts that are sent to another server -> iterations until it has their blocks."""
-        self._memories = memories
+        self._memory = memory
         self._has_groups = has_groups
         self._resolves_late = resolves_late
         self._is_partial = is_partial
@@ -135,12 +135,11 @@ class Cache:
                     self._release(group, pages[kept:])
                     del pages[kept:]
 
-    def store_blocks_for_reuse(self, request: LlmRequest, *, pin: bool) -> None:
-        """Nothing that kvray may ask for: other blocks would be pinned, see `KvRayScheduler`."""
-        raise AssertionError(f"Request {request.request_id} was to be kept.")
-
     def free_resources(self, request: LlmRequest) -> None:
-        """End a sequence, and keep what it computed for others. Twice is fine."""
+        """End a sequence, and keep what it computed for others. Twice is fine.
+
+        There is no way to keep its pages for a connector: kvray may not ask for that.
+        """
         is_sent = request.is_only_prefilled and request.finish_reason in {"length", "stop"}
         if is_sent and self.sending.setdefault(request, SEND_POLLS):
             return
@@ -261,8 +260,7 @@ class Cache:
             pool._forget(node)
             return source
         page = self._take(group)
-        for memory in self._memories:
-            memory.copy(group, source, page)
+        self._memory.copy(group, source, page)
         self._release(group, [source])
         return page
 
@@ -296,9 +294,8 @@ class Cache:
         self._poison(group, self._pools[group].release(_live(pages)))
 
     def _poison(self, group: int, pages: Sequence[int]) -> None:
-        for memory in self._memories:
-            for page in pages:
-                memory.poison(group, page)
+        for page in pages:
+            self._memory.poison(group, page)
 
 
 def _live(pages: Sequence[int]) -> list[int]:

@@ -6,7 +6,7 @@ Prompts, pages and metadata are real; keys and values are functions of the token
 import itertools
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,6 @@ from kvray.reference.request import LlmRequestState, ScheduledRequests
 from tests.trtllm.cache import DUMMY_ID, Cache
 from tests.trtllm.llm_request import LlmRequest
 from tests.trtllm.memory import BLOCK, FLAT, Memory, Shape
-from tests.trtllm.model import Model
 from tests.trtllm.version import Version
 from tests.unit.actors.small_shard import WAIT_S
 
@@ -33,16 +32,14 @@ class AllRanks:
     ) -> None:
         """`num_loads`: how often the engine starts the loads of one pass; again is a repetition."""
         self.workers = workers
-        self.sent: list[tuple[int, Any]] = []
-        """Metadata of each pass, and how many bytes of it there are."""
+        self.sent: list[int] = []
+        """How many bytes of metadata each pass had."""
         self._happen = happen
         self._num_loads = num_loads
-        self._handed: list[set[int]] = [set() for _ in workers]
-        self._ended: list[set[int]] = [set() for _ in workers]
 
     def bind_connector_meta(self, metadata: Any) -> None:
         packed = pickle.dumps(metadata, pickle.HIGHEST_PROTOCOL)
-        self.sent.append((len(packed), metadata))
+        self.sent.append(len(packed))
         for rank, worker in enumerate(self.workers):
             received = pickle.loads(packed) if rank else metadata  # noqa: S301 - as MPI does
             worker.bind_connector_meta(received)
@@ -59,19 +56,11 @@ class AllRanks:
         self._happen("passed")
 
     def get_finished(self, ids: list[int], _loading: list[int]) -> tuple[list[int], list[int]]:
-        """Return what every rank has saved; an id that a rank was not given ends the engine."""
+        """Poll all ranks: kvray has no blocks kept, so there is nothing to hand in or to return."""
         self._happen("ended")
-        for worker, handed, ended in zip(self.workers, self._handed, self._ended, strict=True):
-            handed.update(ids)
-            saved, loaded = worker.get_finished(list(ids), [])
-            for request_id in saved:
-                handed.remove(request_id)
-            assert not loaded, "kvray loads before the pass"
-            ended.update(saved)
-        everywhere = set.intersection(*self._ended)
-        for ended in self._ended:
-            ended.difference_update(everywhere)
-        return sorted(everywhere), []
+        for worker in self.workers:
+            assert worker.get_finished(ids, []) == ([], [])
+        return [], []
 
 
 class Engine:
@@ -106,12 +95,9 @@ class Engine:
         self._ids = itertools.count(1)
         self._batch = ScheduledRequests()
         ranks = range(num_ranks) if owner is None else [owner]
-        memories = [
-            Memory(
-                shape, rank=rank if owner is None else 0, num_ranks=num_ranks, num_pages=num_pages
-            )
-            for rank in ranks
-        ]
+        memory = Memory(
+            shape, ranks if owner is None else [0], num_ranks=num_ranks, num_pages=num_pages
+        )
         if draft_len:
             args["speculative_config"] = SimpleNamespace(
                 decoding_type="NGram", max_draft_len=draft_len
@@ -124,18 +110,18 @@ class Engine:
             cache=cache or {},
             **args | ({} if owner is None else {"enable_attention_dp": True}),
         )
-        for worker, memory in zip(self.workers, memories, strict=True):
+        for at, worker in enumerate(self.workers):
             warm_up(worker)
             if has_groups:
-                worker.register_kv_cache_layout(memory.layout(version))
+                worker.register_kv_cache_layout(memory.layout(version, at))
             else:
-                worker.register_kv_caches(memory.pool())
+                worker.register_kv_caches(memory.pool(at))
         self.ranks = AllRanks(self.workers, self._happen, num_loads=2 if has_groups else 1)
         self.manager = version.manager(
             self.ranks, self.scheduler, owner=owner, is_flat=not has_groups
         )
         self.cache = Cache(
-            memories,
+            memory,
             [group.window for group in shape.groups],
             num_pages=num_pages,
             has_groups=has_groups,
@@ -146,7 +132,7 @@ class Engine:
         )
         self.cache.connector, self.cache.asked = self.manager, self._begin
         self.model = Model(
-            self.workers, memories, self.cache, has_hooks=has_hooks, has_groups=has_groups
+            self.workers, memory, self.cache, has_hooks=has_hooks, has_groups=has_groups
         )
         options = EngineOptions(
             tokens_per_block=BLOCK,
@@ -179,12 +165,7 @@ class Engine:
     def run(self) -> None:
         """Run until there is nothing left to do."""
         deadline = time.monotonic() + WAIT_S
-        while (
-            self.executor.active
-            or self.executor._previous
-            or self.manager.is_saving
-            or self.cache.sending
-        ):
+        while self.executor.active or self.executor._previous or self.cache.sending:
             before = self.model.num_passes
             self.step()
             if self.model.num_passes == before:
@@ -218,8 +199,7 @@ class Engine:
         start, offered = request.offer
         self.cache.extend(request, end, history=0)
         self.model.expect(request, 0, end)
-        for memory in self.model.memories:
-            memory.fill_as_expected()
+        self.model.memory.fill_as_expected()
         self.manager.cancel_load(request, start, end)
         request.offer = (end, offered)
 
@@ -235,11 +215,13 @@ class Engine:
     def is_busy(self, request: LlmRequest) -> bool:
         """Whether the engine still does something in a request's name."""
         previous = self.executor._previous
-        return (
-            not request.is_ended
-            or request.request_id in self.manager.unfinished_ids()
-            or (previous is not None and request in previous[0].all_requests())
-        )
+        is_sampled = previous is not None and request in previous[0].all_requests()
+        return is_sampled or not request.is_finished
+
+    def finish(self) -> None:
+        """Do all that there is to do, and end."""
+        self.run()
+        self.close()
 
     def close(self) -> None:
         """Let go of the tier; what is saved is flushed. Twice is fine."""
@@ -301,6 +283,137 @@ class Engine:
                 self.model.read(request, request.prompt_len)
                 self.cache.free_resources(request)
                 del self.cache.sending[request]
+
+
+class Model:
+    """All its ranks; `corrupt_rows` counts what was read wrongly, or written where it must not."""
+
+    def __init__(
+        self,
+        workers: Sequence[Any],
+        memory: Memory,
+        cache: Cache,
+        *,
+        has_hooks: bool,
+        has_groups: bool,
+    ) -> None:
+        self.corrupt_rows = 0
+        self.num_accepted = 0
+        """Drafted tokens that turned out to be those of the answer."""
+        self.num_passes = 0
+        self._workers = workers
+        self.memory = memory
+        self._cache = cache
+        self._has_hooks = has_hooks
+        self._has_groups = has_groups
+        self._layers = sorted(layer for group in memory.shape.groups for layer in group.layers)
+        self.stream = None
+        self._computed: dict[LlmRequest, int] = {}
+        """How many tokens of each request the pass has left behind, until its end."""
+
+    def expect_loads(self, batch: ScheduledRequests) -> None:
+        """Check that what was promised to first chunks is there, and nothing else has changed.
+
+        Blocks are loaded whole: the engine may count on only the first tokens of the last one.
+        """
+        for request in batch.context_requests:
+            if request.num_hit:
+                end = request.context_current_position
+                first, stop = (end - request.num_hit) // BLOCK, -(-end // BLOCK)
+                self.expect(request, first, stop * BLOCK)
+        self.check()
+
+    def forward(self, batch: ScheduledRequests, _pending: Mapping[int, int]) -> dict[int, int]:
+        """Compute a pass with the hooks in it; return the next token of each request that has one.
+
+        A dummy computes nothing that anybody reads.
+        """
+        self.num_passes += 1
+        layers = self._layers if self._has_hooks and batch.context_requests else ()
+        for layer in layers:
+            for worker in self._workers:
+                worker.wait_for_layer_load(layer, None)
+        self._computed = {}
+        sampled = {}
+        for request in batch.context_requests:
+            end = request.context_current_position + request.context_chunk_size
+            self._compute(request, request.context_current_position, end)
+            if end == request.prompt_len:
+                sampled[request.request_id] = request.token_at(end)
+        for request in batch.generation_requests:
+            if request.request_id != DUMMY_ID:
+                sampled[request.request_id] = self._generate(request)
+        for layer in layers:
+            for worker in self._workers:
+                worker.save_kv_layer(layer, None)
+        return sampled
+
+    def end_pass(self) -> None:
+        """Check all pages once the saves have read them, and give back what windows have passed."""
+        self.check()
+        for request, end in self._computed.items():
+            if self._has_groups:
+                self._cache.pass_windows(request, end)
+                self._cache.replace_pages(request)
+        self._computed = {}
+
+    def read(self, request: LlmRequest, end: int) -> None:
+        """Read all that a token at `end` attends to."""
+        for place in self._places(request, 0, end, history=end):
+            self.corrupt_rows += self.memory.corrupt_rows(request, *place, end)
+
+    def expect(self, request: LlmRequest, first: int, end: int) -> None:
+        """Note that a request's pages should hold the blocks from `first` to token `end`."""
+        for place in self._places(request, first, end, history=end):
+            self.memory.expect(request, *place, end)
+
+    def check(self) -> None:
+        self.corrupt_rows += self.memory.stray_rows()
+
+    def _compute(self, request: LlmRequest, start: int, end: int) -> None:
+        """Read all that the tokens from `start` to `end` attend to, and write them.
+
+        What attends to wrong rows is as wrong.
+        """
+        known = self.corrupt_rows
+        self.read(request, start)
+        for place in self._places(request, start // BLOCK, end, history=start):
+            self.memory.compute(request, *place, start, end)
+        if self.corrupt_rows > known:
+            self._scribble(request, start, end)
+        self._computed[request] = end
+
+    def _generate(self, request: LlmRequest) -> int:
+        """Compute the newest token and its drafts, and return what follows the right ones."""
+        newest, drafts = request.num_computed_tokens, request.py_draft_tokens
+        self._compute(request, newest, newest + 1)
+        end = newest + 1
+        while end - newest <= len(drafts) and drafts[end - newest - 1] == request.token_at(end):
+            self._compute(request, end, end + 1)
+            end += 1
+        request.py_num_accepted_draft_tokens = end - newest - 1
+        self.num_accepted += end - newest - 1
+        self._scribble(request, end, newest + 1 + len(drafts))  # what rejected tokens leave behind
+        return request.token_at(end)
+
+    def _scribble(self, request: LlmRequest, start: int, end: int) -> None:
+        """Write rows that belong to no token in the places of those from `start` to `end`."""
+        for position in range(start, end):
+            block, row = divmod(position, BLOCK)
+            for group, _, page in self._places(request, block, position + 1, history=0):
+                self.memory.scribble(group, page, row)
+
+    def _places(
+        self, request: LlmRequest, first: int, end: int, *, history: int
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield (group, block, page) of a request's blocks from `first` to token `end`.
+
+        Without those that the windows of a token at `history` do not reach.
+        """
+        for group, pages in enumerate(self._cache.pages_of(request)):
+            live = max(first, self._cache.first_live(group, history))
+            for block in range(live, -(-end // BLOCK)):
+                yield group, block, pages[block]
 
 
 def warm_up(worker: Any) -> None:

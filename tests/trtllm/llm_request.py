@@ -41,16 +41,8 @@ class LlmRequest(reference.LlmRequest):
         self._digests = [hashlib.blake2b(repr(self._scope(fields)).encode()).digest()]
 
     @property
-    def is_ended(self) -> bool:
-        return self.is_finished
-
-    @property
     def is_in_context(self) -> bool:
         return self.state is reference.LlmRequestState.CONTEXT_INIT
-
-    @property
-    def answer(self) -> list[int]:
-        return self.generated_tokens
 
     def token_at(self, position: int) -> int:
         """Return a token, also one that has not been sampled yet."""
@@ -80,10 +72,10 @@ class LlmRequest(reference.LlmRequest):
 
     def restart(self) -> None:
         """Begin again with all tokens as the prompt: its blocks were taken away."""
-        self.max_new_tokens -= len(self.answer)
-        self.prompt_len += len(self.answer)
+        self.max_new_tokens -= len(self.generated_tokens)
+        self.prompt_len += len(self.generated_tokens)
         self.state = reference.LlmRequestState.CONTEXT_INIT
-        self._context_position = self.num_computed_tokens = 0
+        self.context_current_position = self.num_computed_tokens = 0
         self.has_pages = self.was_reported = self.is_admitted = False
         self.offer = None
 

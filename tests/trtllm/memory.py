@@ -7,6 +7,7 @@ a byte that the connector writes anywhere else, or does not write where it must,
 import dataclasses
 import hashlib
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -53,11 +54,6 @@ class Shape:
         assert self.num_heads is not None, "only shapes with heads have some"
         first, count = rank * self.num_heads // num_ranks, max(1, self.num_heads // num_ranks)
         return tuple(range(first, first + count))
-
-    @property
-    def is_latent(self) -> bool:
-        """Whether all bytes of the first group are the same on all ranks: one role, the key."""
-        return self.groups[0].own == ("key",)
 
 
 FLAT = Shape(name="flat", groups=(GroupShape(layers=(0, 1)),))
@@ -126,30 +122,35 @@ class Region:
 
 
 class Memory:
-    """All pools of one rank."""
+    """All pools of an engine's ranks; they have equal pages at equal places."""
 
-    def __init__(self, shape: Shape, *, rank: int, num_ranks: int = 1, num_pages: int) -> None:
+    def __init__(
+        self, shape: Shape, ranks: Sequence[int] = (0,), *, num_ranks: int = 1, num_pages: int
+    ) -> None:
+        """`ranks`: those that are here, of `num_ranks`."""
         self.shape = shape
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.groups = [
-            self._regions(index, group, num_pages) for index, group in enumerate(shape.groups)
+        self._num_ranks = num_ranks
+        self._ranks = [
+            [self._regions(index, rank, num_pages) for index in range(len(shape.groups))]
+            for rank in ranks
         ]
+        self._groups = [[*itertools.chain(*each)] for each in zip(*self._ranks, strict=True)]
+        """The regions of each group, on all ranks."""
 
     def poison(self, group: int, page: int) -> None:
         """Have a page hold nothing: it was taken, or given back."""
-        for region in self.groups[group]:
+        for region in self._groups[group]:
             region.pages[page] = region.expected[page] = POISON
 
     def expect(self, request: LlmRequest, group: int, block: int, page: int, end: int) -> None:
         """Note that a page should hold the tokens of a block before `end`."""
-        for region in self.groups[group]:
+        for region in self._groups[group]:
             content = region.content(request, block, end)
             region.tokens_of(region.expected, page)[:, : content.shape[1]] = content
 
     def fill_as_expected(self) -> None:
         """Fill all pages with the expected bytes."""
-        for region in itertools.chain(*self.groups):
+        for region in itertools.chain(*self._groups):
             region.pages[:] = region.expected
 
     def compute(
@@ -157,27 +158,27 @@ class Memory:
     ) -> None:
         """Write the tokens of a block from `start` to `end`."""
         first, last = max(start - block * BLOCK, 0), min(end - block * BLOCK, BLOCK)
-        for region in self.groups[group]:
+        for region in self._groups[group]:
             content = region.content(request, block, end)[:, first:last]
             for pages in (region.pages, region.expected):
                 region.tokens_of(pages, page)[:, first:last] = content
 
     def copy(self, group: int, source: int, target: int) -> None:
         """Have a page hold all that another does."""
-        for region in self.groups[group]:
+        for region in self._groups[group]:
             for pages in (region.pages, region.expected):
                 pages[target] = pages[source]
 
     def scribble(self, group: int, page: int, row: int) -> None:
         """Write what is of no token of the request's."""
-        for region in self.groups[group]:
+        for region in self._groups[group]:
             for pages in (region.pages, region.expected):
                 region.tokens_of(pages, page)[:, row] = SCRIBBLE
 
     def corrupt_rows(self, request: LlmRequest, group: int, block: int, page: int, end: int) -> int:
         """Return how many rows of a block before `end` attention would read wrongly."""
         count = 0
-        for region in self.groups[group]:
+        for region in self._groups[group]:
             content = region.content(request, block, end)
             held = region.tokens_of(region.pages, page)[:, : content.shape[1]]
             count += int((held != content).any(axis=2).sum())
@@ -188,31 +189,31 @@ class Memory:
         return sum(
             int((region.pages != region.expected).any(axis=1).sum())
             + int((region.gaps != POISON).sum())
-            for regions in self.groups
-            for region in regions
+            for region in itertools.chain(*self._groups)
         )
 
-    def pool(self) -> torch.Tensor:
-        """Return the one pool as the first cache manager hands it over."""
-        (region,) = self.groups[0]
+    def pool(self, at: int = 0) -> torch.Tensor:
+        """Return the one pool of a rank here as the first cache manager hands it over."""
+        (region,) = self._ranks[at][0]
         roles = len(self.shape.groups[0].own)
         return region.memory.view(self.shape.dtype).reshape(
             len(region.memory), len(self.shape.groups[0].layers), roles, -1
         )
 
-    def layout(self, module: Any) -> Any:
-        """Return the pools as the second cache manager describes them, by classes of `module`."""
+    def layout(self, module: Any, at: int = 0) -> Any:
+        """Return its pools as the second cache manager describes them, by classes of `module`."""
         known = {field.name for field in dataclasses.fields(module.KvCacheLayout)}
         return module.KvCacheLayout(
             tokens_per_block=BLOCK,
             **({"dtype": self.shape.dtype} if "dtype" in known else {}),
             groups=tuple(
-                self._describe(module, index, group)
-                for index, group in enumerate(self.shape.groups)
+                self._describe(module, index, regions)
+                for index, regions in enumerate(self._ranks[at])
             ),
         )
 
-    def _describe(self, module: Any, index: int, group: GroupShape) -> Any:
+    def _describe(self, module: Any, index: int, regions: list[Region]) -> Any:
+        group = self.shape.groups[index]
         own, *shared = [
             module.KvCacheRegion(
                 base=region.memory.data_ptr(),
@@ -221,7 +222,7 @@ class Memory:
                 num_slots=len(region.memory),
                 buffers=tuple(module.KvCacheBufferRef(*one) for one in region.buffers),
             )
-            for region in self.groups[index]
+            for region in regions
         ]
         fields = {"replicated_regions": tuple(shared)} if shared else {}
         return module.KvCacheLayerGroupLayout(
@@ -232,11 +233,13 @@ class Memory:
             **fields,
         )
 
-    def _regions(self, index: int, group: GroupShape, num_pages: int) -> list[Region]:
-        named = [
-            (self._own_names(index, group), group.own),
-            ((f"group {index} shared",), group.shared),
-        ]
+    def _regions(self, index: int, rank: int, num_pages: int) -> list[Region]:
+        group, name = self.shape.groups[index], f"group {index}"
+        own: tuple[str, ...] = (name if group.own == ("key",) else f"{name} rank {rank}",)
+        if self.shape.num_heads is not None:
+            heads = self.shape.heads_of(rank, self._num_ranks)
+            own = tuple(f"{name} head {head}" for head in heads)
+        named = [(own, group.own), ((f"{name} shared",), group.shared)]
         return [
             Region(
                 names,
@@ -249,12 +252,6 @@ class Memory:
             for names, roles in named
             if roles
         ]
-
-    def _own_names(self, index: int, group: GroupShape) -> tuple[str, ...]:
-        if self.shape.num_heads is not None:
-            heads = self.shape.heads_of(self.rank, self.num_ranks)
-            return tuple(f"group {index} head {head}" for head in heads)
-        return (f"group {index}" if group.own == ("key",) else f"group {index} rank {self.rank}",)
 
 
 @lru_cache(maxsize=200_000)

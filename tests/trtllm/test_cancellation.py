@@ -27,7 +27,7 @@ def test_a_request_may_be_gone_at_any_point_of_its_first_pass(make_warm, point, 
 
     warm.at[point] = cancel
     warm.run()
-    assert victim.is_ended
+    assert victim.is_finished
     assert other is None or other.num_hit == 20
     warm.serve(PROMPT, max_new=4)
 
@@ -39,7 +39,7 @@ def test_a_request_may_be_gone_after_any_pass(make_warm, num_passes, is_overlapp
     victim = warm.submit([*PROMPT[:20], *range(12)], max_new=9)
     for _ in range(num_passes):
         warm.step()
-    if not victim.is_ended:
+    if not victim.is_finished:
         warm.kill(victim)
     assert warm.serve([*PROMPT[:20], *range(12)], max_new=4).num_hit >= 0
 
@@ -48,7 +48,7 @@ def test_pages_of_a_cancelled_request_are_saved_before_others_get_them(make_engi
     cold = make_engine(num_pages=24, cache={"enable_block_reuse": True})
     for seed in range(8):
         victim = cold.submit([seed, *PROMPT], max_new=4)
-        cold.at["passed"] = lambda engine, one=victim: one.is_ended or engine.kill(one)
+        cold.at["passed"] = lambda engine, one=victim: one.is_finished or engine.kill(one)
         cold.step()
     cold.at.clear()
     cold.close()
@@ -107,10 +107,10 @@ def test_a_request_whose_blocks_were_taken_away_starts_over(make_warm, shape):
     for num_passes in range(4):
         for _ in range(num_passes):
             warm.step()
-        if not request.is_ended:
+        if not request.is_finished:
             warm.preempt(request)
     warm.run()
-    assert request.is_ended
+    assert request.is_finished
 
 
 @on(*WITH_GROUPS)

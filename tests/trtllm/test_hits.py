@@ -48,7 +48,7 @@ def test_a_prompt_that_diverges_loads_what_it_shares(make_warm):
 
 
 def test_blocks_that_an_answer_filled_are_loaded_in_the_next_turn(make_engine, stored):
-    turns = [*PROMPT, *stored(max_new=11, is_overlapped=True).answer]
+    turns = [*PROMPT, *stored(max_new=11, is_overlapped=True).generated_tokens]
     computed = len(turns) - 1  # the last token was sampled, and never computed
     assert make_engine().serve([*turns, 1, 2, 3]).num_hit == computed // BLOCK * BLOCK
 
@@ -243,8 +243,7 @@ def test_ranks_that_draft_load_their_own_bytes(make_engine):
 def serve_all(engine: Engine, prompts: list[list[int]], **named: Any) -> list[LlmRequest]:
     """Serve all prompts, some at once, and end the engine."""
     requests = [engine.submit(list(prompt), **named) for prompt in prompts]
-    engine.run()
-    engine.close()
+    engine.finish()
     return requests
 
 

@@ -18,7 +18,7 @@ from tests.trtllm.memory import (
     Memory,
     Shape,
 )
-from tests.trtllm.version import WITH_GROUPS, on
+from tests.trtllm.version import WITH_GROUPS, GroupManager, on
 
 SEVERAL = Shape(
     name="several",
@@ -48,8 +48,7 @@ def test_pages_that_a_window_has_passed_go_to_others_and_are_saved_before(make_e
     cold, warm = [make_engine(shape=WINDOWED, num_pages=50, chunk=8) for _ in range(2)]
     for prompt in prompts:
         cold.submit(prompt, max_new=9)
-    cold.run()
-    cold.close()
+    cold.finish()
     assert [warm.serve(prompt, max_new=9).num_hit for prompt in prompts] == [48] * 6
 
 
@@ -63,8 +62,7 @@ def test_pages_that_a_window_passed_while_the_tier_was_away_are_not_saved_later(
     cold.submit(PROMPT, max_new=9)
     cold.step()
     monkeypatch.undo()
-    cold.run()
-    cold.close()
+    cold.finish()
     assert cold.totals["dropped_blocks_store_down"] == 10
     warm = make_engine(shape=shape)
     warm.serve(PROMPT[:9])
@@ -116,33 +114,27 @@ def test_windows_are_refused_where_the_engine_reuses_pages_that_they_passed_unwr
 ):
     """A request gets pages for its first chunk before it is asked about; see `refuse_layout`."""
     reuse = SimpleNamespace(policy="all_reusable")
-    (worker,), scheduler = version.construct(cache={"block_reuse_config": reuse})
     windowed, several = [
-        Memory(shape, rank=0, num_pages=8).layout(version) for shape in (WINDOWED, SEVERAL)
+        Memory(shape, num_pages=8).layout(version) for shape in (WINDOWED, SEVERAL)
     ]
-    with pytest.raises(ConfigError, match=r"block_reuse_config\.policy to per_request"):
-        worker.register_kv_cache_layout(windowed)
-    worker.register_kv_cache_layout(several)
-    scheduler.shutdown()
-    worker.shutdown()
+    with version.halves(cache={"block_reuse_config": reuse}) as (worker, _):
+        with pytest.raises(ConfigError, match=r"block_reuse_config\.policy to per_request"):
+            worker.register_kv_cache_layout(windowed)
+        worker.register_kv_cache_layout(several)
 
 
 @on(*WITH_GROUPS)
-def test_new_pages_may_come_as_a_mapping(make_engine, monkeypatch):
+def test_new_pages_may_come_as_a_mapping(make_warm, monkeypatch):
     """Some branches report pages as group -> pages."""
-    engines = [make_engine(shape=WINDOWED, chunk=8) for _ in range(2)]
-    for engine in engines:
-        report = engine.manager._report
+    report = GroupManager._report
 
-        def as_mapping(*args: Any, report: Any = report) -> Any:
-            data = report(*args)
-            data.new_block_ids_by_layer_group = dict(enumerate(data.new_block_ids_by_layer_group))
-            return data
+    def as_mapping(*args: Any) -> Any:
+        data = report(*args)
+        data.new_block_ids_by_layer_group = dict(enumerate(data.new_block_ids_by_layer_group))
+        return data
 
-        monkeypatch.setattr(engine.manager, "_report", as_mapping)
-    engines[0].serve(PROMPT, max_new=9)
-    engines[0].close()
-    assert engines[1].serve(PROMPT, max_new=9).num_hit == 36
+    monkeypatch.setattr(GroupManager, "_report", as_mapping)
+    assert make_warm(shape=WINDOWED, chunk=8).serve(PROMPT, max_new=9).num_hit == 36
 
 
 @on("feature_branch")
@@ -150,6 +142,8 @@ def test_bytes_that_all_ranks_share_are_stored_once(make_engine):
     cold = make_engine(shape=REPLICATED, num_ranks=2)
     cold.serve(PROMPT)
     cold.close()
-    figures = [worker._rank.shared.figures.totals["stored_blocks"] for worker in cold.workers]
-    assert figures == [2 * 10, 10]
+    assert [one._rank.shared.figures.totals["stored_blocks"] for one in cold.workers] == [
+        2 * 10,
+        10,
+    ]
     assert make_engine(shape=REPLICATED, num_ranks=2).serve(PROMPT).num_hit == 36

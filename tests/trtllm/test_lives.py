@@ -165,8 +165,7 @@ def test_what_a_second_life_computes_of_its_prompt_is_saved_under_its_own_keys(
     cold = make_engine(is_flat=True)
     first = cold.serve(list(range(num_tokens)), max_new=9)
     cold.submit(PROMPT, max_new=9, request_id=first.request_id)
-    cold.run()
-    cold.close()
+    cold.finish()
     warm = make_engine(is_flat=True)
     assert warm.serve(PROMPT, max_new=2).num_hit == 36
     answers = [*PROMPT, *first.get_tokens(0)[40:]]
@@ -203,7 +202,6 @@ def test_nothing_is_saved_of_a_second_life_that_nobody_asked_about(make_engine, 
         is_generation_only_request=True,
         cache_salt="other",
     )
-    cold.run()
-    cold.close()
+    cold.finish()
     warm = make_engine()
     assert [warm.serve(prompt).num_hit for prompt in (PROMPT, others)] == [0, 0]

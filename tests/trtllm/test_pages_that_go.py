@@ -31,20 +31,14 @@ ONE_WINDOW: dict[str, Any] = {
 }
 
 
-class Absence:
-    """Of the tier, as engines see it, until it `ends`."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.ends = threading.Event()
-        arena = NodeLink.arena.fget
-        assert arena is not None
-        found = property(lambda link: arena(link) if self.ends.is_set() else None)
-        patch.setattr(NodeLink, "arena", found)
-
-
 @pytest.fixture
-def absence(monkeypatch: pytest.MonkeyPatch) -> Absence:
-    return Absence(monkeypatch)
+def tier_comes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set engines see no tier."""
+    comes, arena = threading.Event(), NodeLink.arena.fget
+    assert arena is not None
+    found = property(lambda link: arena(link) if comes.is_set() else None)
+    monkeypatch.setattr(NodeLink, "arena", found)
+    return comes
 
 
 @pytest.fixture
@@ -71,7 +65,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @on(*WITH_GROUPS)
 def test_pages_that_equal_ones_replace_are_not_saved_when_a_tier_comes(
-    make_engine, absence, replaced
+    make_engine, tier_comes, replaced
 ):
     cold = make_engine(waits_for_tier=False, num_pages=48)
     cold.submit(PROMPT, max_new=1)
@@ -80,9 +74,8 @@ def test_pages_that_equal_ones_replace_are_not_saved_when_a_tier_comes(
     assert replaced
     cold.submit(list(range(300, 400)), max_new=5)
     cold.step()  # it has the pages that were replaced
-    absence.ends.set()
-    cold.run()
-    cold.close()
+    tier_comes.set()
+    cold.finish()
     make_engine().serve(PROMPT)
 
 
@@ -107,8 +100,7 @@ def test_pages_that_equal_ones_replace_are_saved_before_others_get_them(
         for _ in range(3):
             cold.step()
         opens.join()
-    cold.run()
-    cold.close()
+    cold.finish()
     make_engine().serve(PROMPT)
 
 
@@ -136,7 +128,7 @@ def detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[LlmRequest]]:
 
 @on("v1_2", "v1_3rc")
 def test_front_blocks_that_one_window_lets_go_are_not_saved_when_a_tier_comes(
-    make_engine, absence, detached
+    make_engine, tier_comes, detached
 ):
     cold = make_engine(waits_for_tier=False, num_pages=48, **ONE_WINDOW)
     prompt, other = (lasting(cold, start, size) for start, size in ((100, 39), (300, 99)))
@@ -147,9 +139,8 @@ def test_front_blocks_that_one_window_lets_go_are_not_saved_when_a_tier_comes(
     cold.submit(other, max_new=9)
     for _ in range(2):
         cold.step()
-    absence.ends.set()
-    cold.run()
-    cold.close()
+    tier_comes.set()
+    cold.finish()
     make_engine(**ONE_WINDOW).serve([*prompt[:21], 1, 2, 3])
 
 
@@ -166,16 +157,15 @@ def lasting(engine: Any, start: int, size: int) -> list[int]:
 @on("v1_2", "v1_3rc", "main_line")
 @pytest.mark.parametrize("on_device", ["device"], indirect=True)
 def test_pages_of_a_finished_request_are_overwritten_once_they_are_saved(
-    on_device, make_engine, monkeypatch
+    on_device, make_engine, tier_comes, monkeypatch
 ):
     """The request has pages equal to those of the tree; its own are free at its end."""
     monkeypatch.setattr(Cache, "_poison", lambda *_: None)  # a device writes pages in passes only
-    absence = Absence(monkeypatch)
     cold = make_engine(waits_for_tier=False, is_flat=True, num_pages=40)
     cold.submit(PROMPT, max_new=1)
     twin = cold.submit(PROMPT, max_new=3)
     cold.step()
-    absence.ends.set()
+    tier_comes.set()
     with monkeypatch.context() as patch:
         gate = Gate(patch, Arena, "reserve")
         own: set[int] = set()
@@ -189,8 +179,7 @@ def test_pages_of_a_finished_request_are_overwritten_once_they_are_saved(
         cold.step()
         assert own & set(cold.cache.pages_of(other)[0])
         opens.join()
-    cold.run()
-    cold.close()
+    cold.finish()
     make_engine(is_flat=True).serve(PROMPT)
 
 
@@ -323,8 +312,7 @@ def test_a_turn_is_saved_that_begins_beside_a_prompt_of_the_same_system(make_eng
     engine.submit([*system, *range(800, 820)], max_new=3)
     turn = [*system, *range(700, 720), *range(600, 620)]
     engine.submit(turn, max_new=3)
-    engine.run()
-    engine.close()
+    engine.finish()
     assert make_engine(is_flat=True).serve(turn).num_hit == (len(turn) - 1) // BLOCK * BLOCK
 
 
@@ -338,8 +326,7 @@ def test_a_prompt_that_goes_on_from_one_of_the_pass_before_is_saved(make_engine,
     engine.submit([*PROMPT, *range(700, 720)], max_new=3)
     engine.step()
     engine.submit(longer, max_new=3)
-    engine.run()
-    engine.close()
+    engine.finish()
     assert make_engine(is_flat=True).serve(longer).num_hit >= len(longer) - 2 * BLOCK
 
 
@@ -408,7 +395,7 @@ def test_whatever_is_computed_behind_unwritten_tokens_no_other_engine_loads_it(
         victims = [one for one in live if one.has_pages and one.is_in_context]
         if luck.random() < 0.2 and victims:
             cold.kill(victims[0])
-        for request in [one for one in live if one.is_ended]:
+        for request in [one for one in live if one.is_finished]:
             prompts.append(request.get_tokens(0))
             live.remove(request)
     cold.run()

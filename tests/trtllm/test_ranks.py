@@ -34,6 +34,9 @@ def test_a_latent_cache_is_stored_once_for_all_ranks(make_engine):
     cold.serve(PROMPT)
     cold.close()
     assert [one._rank.shared.figures.totals["stored_blocks"] for one in cold.workers] == [10, 0]
+    for num_ranks in (1, 4):
+        warm = make_engine(shape=MLA, num_ranks=num_ranks)
+        assert (warm.serve(PROMPT).num_hit, resliced(warm)) == (HIT, 0)
 
 
 def test_a_prefix_counts_only_if_every_rank_has_it(make_engine, monkeypatch):
@@ -48,21 +51,18 @@ def test_a_prefix_counts_only_if_every_rank_has_it(make_engine, monkeypatch):
 def test_metadata_has_8_bytes_a_block_and_rank_and_32_for_a_key_that_is_saved(
     make_engine, num_ranks
 ):
-    sizes = []
-    for _ in range(2):
+    def most_of(prompt: list[int], num_hit: int) -> int:
         engine = make_engine(num_ranks=num_ranks, num_pages=256)
-        engine.serve(LONG)
-        sizes.append(max(size for size, _ in engine.ranks.sent))
+        assert engine.serve(prompt).num_hit == num_hit
         engine.close()
+        return max(engine.ranks.sent)
+
     blocks = len(LONG) // 4
-    assert engine.totals["loaded_blocks"] == blocks - 1
-    saved, loaded = sizes
-    assert saved <= CONSTANT_BYTES + (32 + 8 * num_ranks) * blocks
+    assert most_of(LONG, 0) <= CONSTANT_BYTES + (32 + 8 * num_ranks) * blocks
+    loaded = most_of(LONG, len(LONG) - 4)
     assert loaded <= CONSTANT_BYTES + 8 * blocks * num_ranks
     # Without the constant: what a longer prompt adds.
-    half = make_engine(num_ranks=num_ranks, num_pages=256)
-    half.serve(LONG[: len(LONG) // 2])
-    smaller = max(size for size, _ in half.ranks.sent)
+    smaller = most_of(LONG[: len(LONG) // 2], len(LONG) // 2 - 4)
     assert (loaded - smaller) / (blocks / 2) <= 8 * num_ranks
 
 
@@ -192,13 +192,6 @@ def test_the_checkpoint_s_heads_decide(make_engine, tmp_path, num_heads, hits):
     make_engine(shape=HEADS, model=str(tmp_path)).serve(PROMPT)
     others = [make_engine(shape=HEADS, num_ranks=size, model=str(tmp_path)) for size in (2, 4)]
     assert [engine.serve(PROMPT).num_hit for engine in others] == hits
-
-
-def test_a_latent_cache_is_shared_by_all_sizes(make_engine):
-    make_engine(shape=MLA).serve(PROMPT)
-    warm = make_engine(shape=MLA, num_ranks=4)
-    assert warm.serve(PROMPT).num_hit == HIT
-    assert resliced(warm) == 0
 
 
 @on("feature_branch")

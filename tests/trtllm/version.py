@@ -119,15 +119,19 @@ class Version:
             workers.append(worker.result())
         return workers, scheduler.result()
 
-    def start(self, **changes: Any) -> None:
-        """Construct both halves, and let them go."""
-        workers, scheduler = self.construct(**changes)
-        for half in (*workers, scheduler):
-            half.shutdown()
+    @contextmanager
+    def halves(self, **changes: Any) -> Iterator[tuple[Any, Any]]:
+        """Construct a rank's worker and scheduler, and let them go."""
+        (worker,), scheduler = self.construct(**changes)
+        try:
+            yield worker, scheduler
+        finally:
+            scheduler.shutdown()
+            worker.shutdown()
 
-    def module(self, name: str) -> Any:
-        """Return a module of this connector."""
-        return importlib.import_module(f"{CONNECTOR}.{name}")
+    def start(self, **changes: Any) -> None:
+        with self.halves(**changes):
+            return
 
     @contextmanager
     def _rank(self, rank: int) -> Iterator[None]:
@@ -349,9 +353,6 @@ class FlatManager(KvCacheConnectorManager):
     @property
     def is_owner(self) -> bool:
         return self._attention_dp_rank is not None
-
-    def unfinished_ids(self) -> set[int]:
-        return {*self._saving}
 
     def commit(self, request: LlmRequest, num_tokens: int) -> None:
         """Note it as the base class does, but on a copy, which nobody sees again."""
