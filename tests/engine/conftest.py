@@ -32,7 +32,7 @@ def fake() -> fake_connector.State:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the ranks' connectors leave their blocks and journals."""
+    """Where the ranks' connectors leave their journals."""
     made = tmp_path_factory.mktemp("ranks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(fake_connector.DIRECTORY_VARIABLE, str(made))

@@ -1,20 +1,17 @@
 """A correct connector over a dict, and a journal of every call that it gets.
 
 The engine finds the classes by this module's name, as TensorRT-LLM finds a connector, so what
-they share with a test is the module's `state`. Where each rank is a process, the dict is a
-directory: a test sees of the other ranks what they leave below the one that `DIRECTORY_VARIABLE`
-names, blocks and a journal of the calls of each rank.
+they share with a test is the module's `state`. Where each rank is a process, a test sees of the
+others the journal of their calls, below the directory that `DIRECTORY_VARIABLE` names.
 """
 
-import hashlib
 import os
 import threading
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvray.connector.base import (
@@ -31,9 +28,6 @@ CONFIG = KvConnectorConfig(
     connector_scheduler_class="Scheduler",
     connector_worker_class="Worker",
 )
-RANK_CONFIG = replace(
-    CONFIG, connector_scheduler_class="RankScheduler", connector_worker_class="RankWorker"
-)
 DIRECTORY_VARIABLE = "RANK_CONNECTOR_DIRECTORY"
 
 
@@ -41,13 +35,11 @@ DIRECTORY_VARIABLE = "RANK_CONNECTOR_DIRECTORY"
 class State:
     """The settings of a test, and the record that it reads."""
 
-    store: Any = field(default_factory=dict)
+    store: dict[Key, torch.Tensor] = field(default_factory=dict)
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     outputs: list[SchedulerOutput] = field(default_factory=list)
-    metadata: list[Any] = field(default_factory=list)
     offer: tuple[int, bool] | None = None
     is_async_save: bool = False
-    polls_to_save: int = 1
     hold: threading.Event | None = None
     raise_in: str = ""
 
@@ -83,7 +75,10 @@ def reset() -> State:
 
 
 class Scheduler(KvCacheConnectorScheduler):
+    supports_attention_dp = True
+
     def __init__(self, llm_args: Any) -> None:
+        prepare(llm_args)
         super().__init__(llm_args)
         state.note("scheduler", threading.current_thread().name)
         self._size = llm_args.kv_cache_config.tokens_per_block
@@ -156,12 +151,15 @@ class Scheduler(KvCacheConnectorScheduler):
 
 
 class Worker(KvCacheConnectorWorker):
+    supports_attention_dp = True
+
     def __init__(self, llm_args: Any) -> None:
+        prepare(llm_args)
         super().__init__(llm_args)
         state.note("worker", threading.current_thread().name)
         self._pool: torch.Tensor | None = None
         self._started: Any = None
-        self._saving: dict[int, int] = {}
+        self._saving: list[int] = []
 
     def register_forward_pass_callable(self) -> Any:
         state.note("register_forward_pass_callable")
@@ -173,7 +171,6 @@ class Worker(KvCacheConnectorWorker):
 
     def bind_connector_meta(self, metadata: Any) -> None:
         state.note("bind_connector_meta")
-        state.metadata.append(metadata)
         super().bind_connector_meta(metadata)
 
     def start_load_kv(self, stream: Any) -> None:
@@ -206,43 +203,11 @@ class Worker(KvCacheConnectorWorker):
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
         state.note("get_finished", list(finished_gen_req_ids), list(started_loading_req_ids))
-        self._saving |= dict.fromkeys(finished_gen_req_ids, state.polls_to_save)
+        self._saving += finished_gen_req_ids
         if state.hold is not None and not state.hold.is_set():
             return [], []
-        return _count_down(self._saving), []
-
-
-def _count_down(polls: dict[int, int]) -> list[int]:
-    for request_id in polls:
-        polls[request_id] -= 1
-    done = [request_id for request_id, left in polls.items() if left <= 0]
-    for request_id in done:
-        del polls[request_id]
-    return done
-
-
-class Blocks:
-    """Blocks in files; with attention data parallelism all ranks have one directory of them."""
-
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._directory = directory
-
-    def __contains__(self, key: Key) -> bool:
-        return self._path(key).exists()
-
-    def __getitem__(self, key: Key) -> torch.Tensor:
-        return torch.from_numpy(np.load(self._path(key)))
-
-    def setdefault(self, key: Key, block: torch.Tensor) -> torch.Tensor:
-        if key not in self:
-            partial = self._directory / f"{os.getpid()}.partial.npy"
-            np.save(partial, block.numpy())
-            partial.rename(self._path(key))
-        return self[key]
-
-    def _path(self, key: Key) -> Path:
-        return self._directory / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.npy"
+        saved, self._saving = self._saving, []
+        return saved, []
 
 
 class Journal(list[tuple[Any, ...]]):
@@ -258,31 +223,17 @@ class Journal(list[tuple[Any, ...]]):
             file.write(f"{call[0]}\n")
 
 
-class OfRank:
-    supports_attention_dp = True
-
-    def __init__(self, llm_args: Any) -> None:
-        prepare(llm_args)
-        super().__init__(llm_args)  # type: ignore[call-arg]
-
-
-class RankScheduler(OfRank, Scheduler):
-    pass
-
-
-class RankWorker(OfRank, Worker):
-    pass
-
-
 def prepare(llm_args: Any) -> None:
-    """Lead this process's connector to its rank's files."""
-    mapping = llm_args.parallel_config.to_mapping()
-    directory = Path(os.environ[DIRECTORY_VARIABLE])
-    name = "shared" if llm_args.enable_attention_dp else f"blocks-{mapping.rank}"
+    """Lead this process's connector to its rank's files, where there are some."""
+    if DIRECTORY_VARIABLE not in os.environ:
+        return
+    rank, directory = (
+        llm_args.parallel_config.to_mapping().rank,
+        Path(os.environ[DIRECTORY_VARIABLE]),
+    )
     if not isinstance(state.calls, Journal):
-        state.calls = Journal(journal_path(directory, mapping.rank))
-    state.store = Blocks(directory / name)
-    failing = directory / f"fail-{mapping.rank}"
+        state.calls = Journal(journal_path(directory, rank))
+    failing = directory / f"fail-{rank}"
     state.raise_in = failing.read_text() if failing.exists() else ""
 
 

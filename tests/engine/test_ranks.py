@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import psutil
 import pytest
 
-from kvray.errors import KVRayError
+from kvray.errors import ConfigError, KVRayError
 from kvray.reference.engine import ReferenceEngine
 from tests.engine import fake_connector
 from tests.engine.conftest import BLOCK, check, make_prompt, wait_for_the_end_of_its_child
-from tests.engine.fake_connector import RANK_CONFIG, State, journal_path
+from tests.engine.fake_connector import CONFIG, State, journal_path
 from tests.waiting import wait_for
 
 SOON_S = 30.0
@@ -28,7 +29,7 @@ LEADERS_OWN = {
 }
 
 
-def start(size: int, **options: Any) -> ReferenceEngine:
+def start(size: int, model: str | Path = "tiny", **options: Any) -> ReferenceEngine:
     """Return an engine of so many ranks; the record of the leader's connector is empty."""
     fake_connector.reset()
     defaults: dict[str, Any] = {
@@ -36,9 +37,9 @@ def start(size: int, **options: Any) -> ReferenceEngine:
         "num_blocks": 16,
         "num_threads": 1,
         "poison": True,
-        "connector": RANK_CONFIG,
+        "connector": CONFIG,
     }
-    return ReferenceEngine("tiny", tensor_parallel_size=size, **{**defaults, **options})
+    return ReferenceEngine(model, tensor_parallel_size=size, **{**defaults, **options})
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +50,8 @@ def engine(directory: Path) -> Iterator[ReferenceEngine]:
 
 
 @pytest.fixture
-def state(engine: ReferenceEngine) -> Iterator[State]:
-    """The settings of the leader's half."""
+def state() -> Iterator[State]:
+    """The settings and the record of the leader's connector."""
     yield fake_connector.state
     fake_connector.state.is_async_save = False
 
@@ -132,3 +133,91 @@ print(*engine.rank_pids, flush=True)
 time.sleep(60)
 """
     wait_for_the_end_of_its_child(code)
+
+
+# With attention data parallelism each rank serves requests of its own, as one rank alone would.
+
+
+@pytest.fixture(scope="module")
+def owners(directory: Path) -> Iterator[ReferenceEngine]:
+    """Two owners that take turns, whose journals are apart."""
+    (directory / "owners").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(fake_connector.DIRECTORY_VARIABLE, str(directory / "owners"))
+        with start(2, enable_attention_dp=True, overlap=True, runtime="main") as made:
+            yield made
+
+
+def test_owners_answer_as_one_engine_does(owners, expected):
+    for _ in range(2):
+        check(owners.generate(PROMPTS, max_tokens=20), expected, PROMPTS, 20)
+    assert owners.cache.get_num_free_blocks() == 16
+
+
+def test_each_owner_has_whole_attention_and_both_halves_of_the_connector(owners, directory):
+    assert owners.cache.geometry.num_kv_heads == 2
+    for rank in (0, 1):
+        calls = journal_path(directory / "owners", rank).read_text().split()
+        assert {"scheduler", "worker", "wait_for_initialization"} <= set(calls)
+
+
+def test_each_owner_is_told_its_number_and_of_its_own_requests_only(owners, state):
+    """Rank 0 runs dummies beside the others' requests, and its connector hears of none."""
+    state.outputs.clear()
+    pending = [owners.submit(make_prompt(40, seed=seed), max_tokens=4) for seed in (3, 4, 5)]
+    for one in pending:
+        one.result(SOON_S)
+    own = {one.call_id for one in pending if one.call_id % 2 == 1}
+    seen = {
+        data.request_id
+        for output in state.outputs
+        for data in output.new_requests + output.cached_requests
+    }
+    assert seen == own
+    assert {output.attention_dp_rank for output in state.outputs} == {0}
+
+
+def test_idle_owner_passes_dummies_that_reach_no_connector(owners, state):
+    def submit() -> int:
+        pending = owners.submit(make_prompt(20, seed=6), max_tokens=6)
+        pending.result(SOON_S)
+        return pending.call_id
+
+    if submit() % 2 == 0:
+        submit()
+    state.outputs.clear()
+    state.calls.clear()
+    assert submit() % 2 == 0
+    wait_for(lambda: "wait_for_save" in state.names())
+    assert all(not output.new_requests + output.cached_requests for output in state.outputs)
+    assert not {"get_num_new_matched_tokens", "request_finished"} & set(state.names())
+    assert owners.cache.get_num_free_blocks() == 16
+
+
+def test_request_is_cancelled_at_its_owner(owners):
+    doomed = [owners.submit(make_prompt(60, seed=7), max_tokens=190) for _ in range(2)]
+    for one in doomed:
+        owners.cancel(one)
+    assert [one.result(SOON_S).finish_reason for one in doomed] == ["cancelled"] * 2
+
+
+def test_idle_engine_notices_that_an_owner_was_killed(directory):
+    with start(2, enable_attention_dp=True) as engine:
+        time.sleep(0.1)
+        os.kill(engine.rank_pids[0], signal.SIGKILL)
+        wait_for(lambda: engine.failure is not None)
+        with pytest.raises(KVRayError, match=r"Rank 1 .*was killed by SIGKILL"):
+            engine.generate([1])
+    assert not psutil.pid_exists(engine.rank_pids[0])
+
+
+def test_connector_that_does_not_say_it_does_attention_dp_is_refused(directory, monkeypatch):
+    monkeypatch.setattr(fake_connector.Worker, "supports_attention_dp", False)
+    with pytest.raises(ConfigError, match="supports_attention_dp = True"):
+        start(1, enable_attention_dp=True)
+
+
+def test_one_owner_is_an_engine_of_one_rank(expected, directory):
+    with start(1, enable_attention_dp=True) as engine:
+        assert engine.generate(PROMPTS[0], max_tokens=5).token_ids == expected(PROMPTS[0], 5)
+    assert {output.attention_dp_rank for output in fake_connector.state.outputs} == {0}
