@@ -41,7 +41,7 @@ def test_a_request_may_be_gone_after_any_pass(make_warm, num_passes, is_overlapp
         warm.step()
     if not victim.is_finished:
         warm.kill(victim)
-    assert warm.serve([*PROMPT[:20], *range(12)], max_new=4).num_hit >= 0
+    warm.serve([*PROMPT[:20], *range(12)], max_new=4)
 
 
 def test_pages_of_a_cancelled_request_are_saved_before_others_get_them(make_engine):

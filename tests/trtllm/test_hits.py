@@ -158,7 +158,9 @@ def test_what_it_has_a_part_of_is_not_loaded_if_the_model_is_compiled(make_engin
 
 def test_an_engine_that_reuses_nothing_is_promised_nothing(make_engine, stored):
     stored()
-    assert make_engine(cache={"enable_block_reuse": False}).serve(PROMPT).num_hit == 0
+    engine = make_engine(cache={"enable_block_reuse": False})
+    engine.serve(PROMPT)
+    assert engine.totals["hit_tokens"] == 0
 
 
 def test_an_offer_that_the_engine_ignores_is_neither_loaded_nor_kept(make_warm):
