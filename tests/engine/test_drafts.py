@@ -55,16 +55,14 @@ class Plain(NamedTuple):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Return tiny models whose weak attention lets answers run in circles for a while."""
-    return [write_weak_model(tmp_path_factory.mktemp("models"), seed) for seed in SEEDS]
-
-
-def write_weak_model(directory: Path, seed: int) -> Path:
-    weights = make_random_weights(seed)
-    for name, weight in weights.items():
-        if "o_proj" in name:
-            weight.mul_(0.03)
-    save_checkpoint(TINY_CONFIG, weights, directory)
-    return directory
+    made = [tmp_path_factory.mktemp("models") for _ in SEEDS]
+    for seed, directory in zip(SEEDS, made, strict=True):
+        weights = make_random_weights(seed)
+        for name, weight in weights.items():
+            if "o_proj" in name:
+                weight.mul_(0.03)
+        save_checkpoint(TINY_CONFIG, weights, directory)
+    return made
 
 
 def start(model: Path, max_draft_len: int = 0, **options: Any) -> ReferenceEngine:

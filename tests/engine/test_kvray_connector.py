@@ -10,19 +10,19 @@ from tests.tiny_checkpoint import save_checkpoint
 
 TRUNK = make_prompt(80, seed=5)
 DIVERGING = TRUNK[:50] + make_prompt(40, seed=6)
-PROMPTS = {
-    "aligned": make_prompt(96, seed=1),
-    "unaligned": make_prompt(100, seed=2),
-    "one block": make_prompt(17, seed=3),
-    "short": make_prompt(15, seed=4),
-    "one token": [7],
-}
+PROMPTS = [
+    make_prompt(96, seed=1),  # aligned
+    make_prompt(100, seed=2),
+    make_prompt(17, seed=3),
+    make_prompt(15, seed=4),  # not a block
+    [7],
+]
 CHUNKED = {"enable_chunked_prefill": True, "chunk_tokens": 2 * BLOCK, "connector": KVRAY}
 
 
 @pytest.mark.parametrize("options", [*VARIANTS, {"num_blocks": 12}], ids=str)
 def test_answers_are_those_of_an_engine_alone(make_joined, expected, options):
-    prompts = [*PROMPTS.values(), DIVERGING, TRUNK]
+    prompts = [*PROMPTS, DIVERGING, TRUNK]
     for is_fresh in (False, True):
         engine = make_joined(**options)
         outputs = engine.generate(prompts, max_tokens=20)
@@ -39,15 +39,14 @@ def test_fresh_ranks_load_what_cold_ranks_stored(tier, expected, size):
     The model has two KV heads: of four ranks two hold the same bytes, each as a part of its own.
     """
     with start(size, **CHUNKED) as cold:
-        for prompt in [*PROMPTS.values(), TRUNK]:
+        for prompt in [*PROMPTS, TRUNK]:
             assert cold.generate(prompt, max_tokens=8).token_ids == expected(prompt, 8)
-    prompts = {**PROMPTS, "diverging": DIVERGING}
-    hits = {name: (len(prompt) - 1) // BLOCK * BLOCK for name, prompt in prompts.items()}
+    prompts = [*PROMPTS, DIVERGING]
     with start(size, **CHUNKED, overlap=True, num_blocks=48, runtime="main") as fresh:
-        outputs = fresh.generate(list(prompts.values()), max_tokens=8)
-    found = {name: one.hit_tokens for name, one in zip(prompts, outputs, strict=True)}
-    assert found == {**hits, "diverging": 48}
-    check(outputs, expected, list(prompts.values()), 8)
+        outputs = fresh.generate(prompts, max_tokens=8)
+    check(outputs, expected, prompts, 8)
+    hits = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
+    assert [one.hit_tokens for one in outputs] == [*hits, 48]
 
 
 @pytest.mark.long

@@ -7,7 +7,6 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,7 +107,8 @@ def damaged(fields: dict[str, Any], chance: random.Random) -> Iterator[tuple[str
         elif kind == 1:
             broken[name] = Raising(chance.choice(ERRORS))
         elif name == "get_tokens":
-            broken[name] = partial(said, chance.choice(TOKENS))
+            tokens = chance.choice(TOKENS)
+            broken[name] = lambda _beam, tokens=tokens: tokens
         else:
             broken[name] = value = chance.choice(VALUES)
             if is_well_formed(name, value):
@@ -118,10 +118,6 @@ def damaged(fields: dict[str, Any], chance: random.Random) -> Iterator[tuple[str
             if other not in (name, *OPTIONAL):
                 broken.pop(other, None)
         yield f"{name}: {broken.get(name)!r} of {len(broken)}", broken
-
-
-def said(tokens: Any, _beam: int) -> Any:
-    return tokens
 
 
 def is_well_formed(name: str, value: Any) -> bool:
