@@ -1,17 +1,10 @@
-"""KV tensors for tests: random bits, so that every NaN payload and both zeros occur.
+"""KV tensors for tests: random bits, so that every NaN payload and both zeros occur."""
 
-As a program it is another process with a cache: it answers each line of stdin, a call as JSON, with
-one line.
-"""
-
-import json
-import sys
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from kvray.config import KVRayConfig
 from kvray.tensor_cache import TensorCache, TensorMetadata
 
 BLOCK = 4
@@ -88,21 +81,3 @@ def assert_finds(
 
 def suffix_mask(num_tokens: int, num_masked: int) -> torch.Tensor:
     return torch.arange(num_tokens) >= num_masked
-
-
-def main() -> None:
-    with TensorCache(KVRayConfig.model_validate_json(sys.argv[1]), METADATA) as cache:
-        print("started", flush=True)
-        for line in sys.stdin:
-            op, first, count, seed = json.loads(line)
-            tokens, blob = list(range(first, first + count)), random_blob(count, seed=seed)
-            if op == "store":
-                answer: object = cache.store(tokens, blob)
-            else:
-                kv, _ = cache.retrieve(tokens)
-                answer = bool(kv) and as_blob(kv).equal(as_blob(blob))
-            print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -42,20 +42,9 @@ pytestmark = pytest.mark.usefixtures("shard")
 # -- round trips --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2])
-@pytest.mark.parametrize("layout", ["huggingface", "vllm"])
-def test_what_was_stored_is_retrieved_bit_for_bit(make_cache, layout, dtype):
-    cache = make_cache(layout=layout, dtype=dtype)
-    blob = random_blob(len(TOKENS), cache.metadata)
-    assert cache.store(TOKENS, pairs(blob)) == len(TOKENS)
-    kv, ret_mask = cache.retrieve(TOKENS)
-    assert_same(kv, blob)
-    assert ret_mask.dtype == torch.bool
-    assert ret_mask.tolist() == [True] * len(TOKENS)
-
-
 def test_tuples_and_blobs_come_out_and_belong_to_the_caller(stored):
-    as_tuple, _ = stored.retrieve(TOKENS)
+    as_tuple, ret_mask = stored.retrieve(TOKENS)
+    assert ret_mask.dtype == torch.bool
     as_one, _ = stored.retrieve(TOKENS, return_tuple=False)
     assert isinstance(as_tuple, tuple)
     assert [len(layer) for layer in as_tuple] == [2, 2, 2]
@@ -76,51 +65,7 @@ def test_caches_of_other_metadata_do_not_share(stored, make_cache):
     assert other.retrieve(TOKENS)[0] == ()
 
 
-LONGER = [*TOKENS, 1, 2, 3]
-PARTED = [*TOKENS[: 2 * BLOCK + 1], *range(BLOCK)]
-
-
-@pytest.mark.parametrize(
-    ("held", "asked", "num_masked", "num_found"),
-    [
-        pytest.param(*case, id=says)
-        for says, case in {
-            "the tail that fills no block is not stored": (LONGER, LONGER, 0, 24),
-            "nothing is no prompt": ([], [], 0, 0),
-            "less than a block is neither stored nor found": (TOKENS[:3], TOKENS[:3], 0, 0),
-            "nothing is found of unknown tokens": ([], TOKENS, 0, 0),
-            "prompts share the blocks of their common prefix": (TOKENS, PARTED, 0, 8),
-            "only the suffix is retrieved": (TOKENS, [*TOKENS, 1], 4, 24),
-            "a suffix behind what is stored is not found": (TOKENS[:8], TOKENS, 12, 8),
-        }.items()
-    ],
-)
-@pytest.mark.parametrize("return_tuple", [True, False])
-def test_the_longest_run_of_full_blocks_is_found(
-    cache, held, asked, num_masked, num_found, return_tuple
-):
-    blob = random_blob(len(held))
-    assert cache.store(held, blob) == len(held) // BLOCK * BLOCK
-    assert cache.lookup(asked) == num_found
-    kv, ret_mask = cache.retrieve(asked, suffix_mask(len(asked), num_masked), return_tuple)
-    assert ret_mask.tolist() == [num_masked <= at < num_found for at in range(len(asked))]
-    if num_masked < num_found:
-        assert_same(kv, cut(blob, num_masked, num_found))
-    else:
-        assert kv == ()
-    if asked == PARTED:
-        assert cache.store(asked, random_blob(len(asked), seed=1)) == BLOCK
-
-
 # -- masks, storing again, and in the background ------------------------------------------------
-
-
-def test_a_suffix_is_stored_behind_its_prefix(cache):
-    head = 2 * BLOCK
-    cache.store(TOKENS[:head], cut(BLOB, 0, head))
-    mask = suffix_mask(len(TOKENS), head)
-    assert cache.store(TOKENS, cut(BLOB, head, len(TOKENS)), mask) == 4 * BLOCK
-    assert_same(cache.retrieve(TOKENS)[0], BLOB)
 
 
 def test_a_suffix_without_its_prefix_is_not_stored_and_says_so(cache, caplog):
@@ -141,15 +86,6 @@ def test_a_store_in_the_background_keeps_no_hold_on_the_tensors(cache):
     given_kv = BLOB.clone()
     assert cache.store(TOKENS, pairs(given_kv), blocking=False) == 0
     given_kv.zero_()
-    assert cache.flush()
-    assert_same(cache.retrieve(TOKENS)[0], BLOB)
-    assert cache.counters()["stored_tokens"] == len(TOKENS)
-
-
-def test_a_background_store_adds_what_is_missing(cache):
-    cache.store(TOKENS[: 2 * BLOCK], cut(BLOB, 0, 2 * BLOCK))
-    mask = suffix_mask(len(TOKENS), BLOCK)
-    cache.store(TOKENS, cut(BLOB, BLOCK, len(TOKENS)), mask, blocking=False)
     assert cache.flush()
     assert_same(cache.retrieve(TOKENS)[0], BLOB)
     assert cache.counters()["stored_tokens"] == len(TOKENS)
@@ -395,39 +331,62 @@ def true_kv(tokens: list[int], metadata: TensorMetadata) -> torch.Tensor:
     return in_layout.contiguous().view(metadata.dtype)
 
 
-@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    # Two values only, so that prompts often begin alike.
-    prompts=st.lists(st.lists(st.integers(0, 1), max_size=5 * BLOCK), min_size=1, max_size=6),
-    layout=st.sampled_from(["huggingface", "vllm"]),
-    data=st.data(),
+STORES = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 1), max_size=5),
+        st.integers(0, BLOCK - 1),
+        st.integers(0, 5),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=6,
 )
-def test_retrieve_returns_what_was_stored_for_lookup_tokens(config, shard, prompts, layout, data):
+"""(blocks, tokens behind the last, blocks that are masked, whether the call waits)."""
+
+
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(stores=STORES, layout=st.sampled_from(["huggingface", "vllm"]))
+@example([([0, 0], 0, 0, True), ([0, 0, 1], 0, 1, False), ([0, 0, 1, 0], 2, 3, True)], "vllm")
+def test_retrieve_returns_what_was_stored_for_lookup_tokens(config, shard, stores, layout):
     shard.clear(10)
     with TensorCache(config, changed(METADATA, layout=layout)) as cache:
         held: set[tuple[int, ...]] = set()  # the full-block prefixes that must be found
-        for tokens in prompts:
-            first = data.draw(st.integers(0, len(tokens) // BLOCK)) * BLOCK
+        for blocks, num_more, num_masked, blocking in stores:
+            tokens, first = tokens_of(blocks, num_more), min(num_masked, len(blocks)) * BLOCK
             kv = cut(true_kv(tokens, cache.metadata), first, len(tokens), cache.metadata)
-            blocking = data.draw(st.booleans())
-            cache.store(tokens, kv, suffix_mask(len(tokens), first), blocking=blocking)
-            assert cache.flush()
+            before = len(held)
             if not first or tuple(tokens[:first]) in held:
-                ends = range(BLOCK, len(tokens) + 1, BLOCK)
-                held |= {tuple(tokens[:end]) for end in ends if end > first}
-        for tokens in prompts:
-            check_found(cache, tokens, held, data)
+                ends = range(first + BLOCK, len(tokens) + 1, BLOCK)
+                held |= {tuple(tokens[:end]) for end in ends}
+            mask = suffix_mask(len(tokens), first)
+            num_stored = cache.store(tokens, kv, mask, blocking=blocking)
+            assert num_stored == blocking * (len(held) - before) * BLOCK
+            assert cache.flush()
+            assert cache.counters().get("stored_tokens", 0) == len(held) * BLOCK
+        for blocks, num_more, num_masked, as_tuple in stores:
+            tokens = tokens_of(blocks, num_more)
+            check_found(cache, tokens, held, min(num_masked, len(blocks)) * BLOCK, as_tuple)
+        assert shard.status()["arena"]["leased_blocks"] == 0
+
+
+def tokens_of(blocks: list[int], num_more: int) -> list[int]:
+    """Return a prompt whose blocks differ in their last tokens only."""
+    ends = [[0] * (BLOCK - 1) + [one] for one in blocks]
+    return [token for block in ends for token in block] + [0] * num_more
 
 
 def check_found(
-    cache: TensorCache, tokens: list[int], held: set[tuple[int, ...]], data: st.DataObject
+    cache: TensorCache,
+    tokens: list[int],
+    held: set[tuple[int, ...]],
+    first: int,
+    return_tuple: bool,
 ) -> None:
     expected = 0
     while tuple(tokens[: expected + BLOCK]) in held and expected + BLOCK <= len(tokens):
         expected += BLOCK
     assert cache.lookup(tokens) == expected
-    first = data.draw(st.integers(0, len(tokens) // BLOCK)) * BLOCK
-    kv, ret_mask = cache.retrieve(tokens, suffix_mask(len(tokens), first))
+    kv, ret_mask = cache.retrieve(tokens, suffix_mask(len(tokens), first), return_tuple)
     assert ret_mask.tolist() == [first <= at < expected for at in range(len(tokens))]
     if first < expected:
         assert_same(kv, cut(true_kv(tokens, cache.metadata), first, expected, cache.metadata))
@@ -445,11 +404,11 @@ def test_every_example_of_the_page_runs_top_to_bottom(config, monkeypatch):
     monkeypatch.setenv("KVRAY_ARENA__CAPACITY", str(config.arena.capacity))
     found = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     # tests/ray/test_programs.py runs those with a client.
-    examples = [one for one in found if "Client" not in one]
+    codes = [one for one in found if "Client" not in one]
     names: dict[str, object] = {}
-    for example in examples:
-        exec(example, names)
-    assert len(examples) >= 6
+    for code in codes:
+        exec(code, names)
+    assert len(codes) >= 6
 
 
 def test_page_and_help_name_everything_that_is_public():

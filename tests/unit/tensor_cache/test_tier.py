@@ -1,9 +1,6 @@
 """The tier from a cache's side: away, back, full, damaged, and shared with other processes."""
 
-import json
 import logging
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
@@ -37,8 +34,6 @@ from tests.unit.tensor_cache.kv import (
     suffix_mask,
 )
 from tests.waiting import HANG_S, Gate, wait_for
-
-ROOT = Path(__file__).parents[3]
 
 
 def prompt(number: int, num_blocks: int = 6) -> list[int]:
@@ -160,15 +155,6 @@ def test_without_a_tier_nothing_is_stored_or_found_and_it_says_so_once(
     assert "no tier" in warning(caplog)
 
 
-def test_a_cache_works_once_the_tier_appears(make_cache, own_config, own_shards):
-    cache = make_cache(own_config)
-    assert cache.store(TOKENS, BLOB) == 0
-    own_shards.append(start_shard(own_config))
-    wait_for(lambda: cache.store(TOKENS, BLOB) > 0)
-    assert_same(cache.retrieve(TOKENS)[0], BLOB)
-    wait_for(lambda: [r["replica"] for r in own_shards[0].status()["replicas"]] == ["test"])
-
-
 @pytest.fixture
 def own_cache(
     make_cache: MakeCache, own_config: KVRayConfig, own_shards: list[Shard]
@@ -180,13 +166,19 @@ def own_cache(
     return cache
 
 
-def test_a_cache_goes_on_when_the_tier_is_replaced(own_cache, own_config, own_shards):
-    own_shards[0].stop(retire=True, timeout_s=10)
-    assert own_cache.retrieve(TOKENS)[0] == ()
-    assert own_cache.store(TOKENS, BLOB) == 0
-    own_shards.append(start_shard(own_config))
-    wait_for(lambda: own_cache.store(TOKENS, BLOB) > 0)
-    assert_same(own_cache.retrieve(TOKENS)[0], BLOB)
+def test_a_cache_works_once_a_tier_appears_and_once_it_is_replaced(
+    make_cache, own_config, own_shards
+):
+    cache = make_cache(own_config)
+    for _ in range(2):
+        assert cache.store(TOKENS, BLOB) == 0
+        assert cache.retrieve(TOKENS)[0] == ()
+        shard = start_shard(own_config)
+        own_shards.append(shard)
+        wait_for(lambda: cache.store(TOKENS, BLOB) > 0)
+        assert_same(cache.retrieve(TOKENS)[0], BLOB)
+        wait_for(lambda: [r["replica"] for r in own_shards[-1].status()["replicas"]] == ["test"])
+        shard.stop(retire=True, timeout_s=10)
 
 
 def test_what_was_stored_outlives_a_shard_that_is_started_again(own_cache, own_config, own_shards):
@@ -361,32 +353,15 @@ def test_a_failed_conversion_gives_its_slots_back(cache, monkeypatch):
     assert cache.store(TOKENS, BLOB) == len(TOKENS)
 
 
-def test_nothing_stays_leased_after_a_retrieve(stored, shard):
-    stored.retrieve(TOKENS)
-    stored.lookup(TOKENS)
-    stored.store(TOKENS, BLOB, skip_existing=False)
-    assert shard.status()["arena"]["leased_blocks"] == 0
+def test_two_processes_share(stored, config):
+    def use() -> int:
+        with TensorCache(config, METADATA) as other:
+            assert_same(other.retrieve(TOKENS)[0], BLOB)
+            assert other.store(prompt(1), blob(1)) == 6 * BLOCK
+        return 0
 
-
-def test_two_processes_share(cache, config):
-    command = [sys.executable, "-m", "tests.unit.tensor_cache.kv", config.model_dump_json()]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-
-        def ask(*call: Any) -> Any:
-            print(json.dumps(call), file=process.stdin, flush=True)
-            return json.loads(process.stdout.readline())
-
-        assert process.stdout.readline() == "started\n"
-        assert ask("store", 500, 40, 5) == 40
-        kv, _ = cache.retrieve(list(range(500, 540)))
-        assert_same(kv, random_blob(40, seed=5))
-        cache.store(list(range(600, 632)), random_blob(32, seed=6))
-        assert ask("retrieve", 600, 32, 6) is True
-        process.stdin.close()
-    assert process.returncode == 0
+    assert in_a_fork(use) == 0
+    assert_same(stored.retrieve(prompt(1))[0], blob(1))
 
 
 def test_threads_that_store_and_retrieve_at_once_see_no_foreign_bytes(cache):
