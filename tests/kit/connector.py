@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -245,29 +246,20 @@ class GroupedEngine(Pair):
             layer_group_id=0,
             layer_ids=(0, 2),
             window_size=None,
-            regions=(self._region(FULL_BYTES, [0, 2]),),
-            replicated_regions=(self._region(SHARED_BYTES, [0, 2], "index"),),
+            regions=(region_of(self.memory[FULL_BYTES], [0, 2]),),
+            replicated_regions=(region_of(self.memory[SHARED_BYTES], [0, 2], "index"),),
         )
         window = SimpleNamespace(
             layer_group_id=1,
             layer_ids=(1,),
             window_size=WINDOW,
-            regions=(self._region(WINDOW_BYTES, [1]),),
+            regions=(region_of(self.memory[WINDOW_BYTES], [1]),),
         )
         self.layout = SimpleNamespace(
             tokens_per_block=BLOCK, groups=(full, window), dtype=torch.uint8
         )
         self.worker.register_kv_cache_layout(self.layout)
         self._next_page = 0
-
-    def _region(self, size: int, layers: list[int], roles: str = "key value") -> Any:
-        return SimpleNamespace(
-            base=self.memory[size].data_ptr(),
-            size=size,
-            stride=size,
-            num_slots=NUM_BLOCKS,
-            buffers=buffers(layers, roles),
-        )
 
     def query(self, request: GroupedRequest, computed: int = 0) -> int:
         matched, is_later = self.scheduler.get_num_new_matched_tokens(request, computed)
@@ -323,5 +315,13 @@ class GroupedEngine(Pair):
         self.worker.register_kv_cache_layout(self.layout)
 
 
-def buffers(layers: list[int], roles: str = "key value") -> list[Any]:
-    return [SimpleNamespace(layer_id=n, role=role) for n in layers for role in roles.split()]
+def region_of(pages: torch.Tensor, layers: Sequence[int], roles: str = "key value") -> Any:
+    """Return what an engine says of a region that is `pages`, u8 [num_pages, page bytes]."""
+    return SimpleNamespace(
+        base=pages.data_ptr(),
+        size=pages.shape[1],
+        stride=pages.stride(0),
+        num_slots=len(pages),
+        as_tensor=lambda _dtype: pages,
+        buffers=[SimpleNamespace(layer_id=n, role=role) for n in layers for role in roles.split()],
+    )

@@ -14,20 +14,15 @@ from kvray.engine.device.pool import Load
 from kvray.errors import ConfigError
 from kvray.identity.keys import chain_keys
 from kvray.store import PartRequest
-from tests.kit.connector import buffers
+from tests.kit.connector import region_of
 
 MEMORY = torch.arange(4096, dtype=torch.int32).view(torch.uint8)
 
 
-def region(size: int, layers: list[int], *, at: int = 0, stride: int = 0, **fields: Any) -> Any:
-    roles = fields.pop("roles", "key value")
-    return SimpleNamespace(
-        base=MEMORY.data_ptr() + at,
-        size=size,
-        stride=stride or size,
-        num_slots=fields.pop("num_slots", 4),
-        buffers=buffers(layers, roles),
-    )
+def region(
+    size: int, layers: list[int], *, at: int = 0, stride: int = 0, roles: str = "key value"
+) -> Any:
+    return region_of(MEMORY.as_strided((4, size), (stride or size, 1), at), layers, roles)
 
 
 def group(index: int, layers: list[int], *regions: Any, **fields: Any) -> Any:

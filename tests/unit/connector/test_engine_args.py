@@ -30,20 +30,17 @@ def test_size_of_blocks_and_rank_are_where_the_version_has_them():
 
 
 @pytest.mark.parametrize(
-    ("per_node", "attention_dp", "is_spread"),
+    ("fields", "is_spread"),
     [
-        (None, False, False),
-        (2, False, True),
-        (4, False, False),
-        (8, False, False),
-        (2, True, False),
+        ({}, False),
+        ({"gpus_per_node": 2}, True),
+        ({"gpus_per_node": 4}, False),
+        ({"gpus_per_node": 8}, False),
+        ({"gpus_per_node": 2, "enable_attention_dp": True}, False),
     ],
 )
-def test_ranks_are_on_several_nodes_if_one_has_fewer_gpus(per_node, attention_dp, is_spread):
-    args = args_for(
-        tensor_parallel_size=4, gpus_per_node=per_node, rank=0, enable_attention_dp=attention_dp
-    )
-    assert read_args(args).is_spread == is_spread
+def test_ranks_are_on_several_nodes_if_one_has_fewer_gpus(fields, is_spread):
+    assert read_args(args_for(tensor_parallel_size=4, rank=0, **fields)).is_spread == is_spread
 
 
 def test_the_engines_own_rank_comes_first(monkeypatch):
@@ -78,17 +75,17 @@ def test_an_object_that_has_every_attribute_says_only_what_it_was_told():
 
 
 def test_reuse_is_on_unless_it_is_switched_off():
-    args = read_args(args_for(cache={"enable_partial_reuse": False}))
-    assert (args.block_reuse, args.has_writes_aside) == (True, False)
+    assert read_args(args_for(cache={"enable_partial_reuse": False})).block_reuse
     assert not read_args(args_for(cache={"enable_block_reuse": False})).block_reuse
 
 
-@pytest.mark.parametrize("policy", ["per_request", "per_conversation"])
-def test_each_pass_waits_for_its_saves_where_begun_blocks_are_copied_behind_it(policy):
+@pytest.mark.parametrize(
+    ("policy", "is_so"),
+    [("per_request", True), ("per_conversation", True), ("all_reusable", False), (None, False)],
+)
+def test_each_pass_waits_for_its_saves_where_begun_blocks_are_copied_behind_it(policy, is_so):
     cache = {"enable_partial_reuse": False, "block_reuse_config": SimpleNamespace(policy=policy)}
-    assert read_args(args_for(cache=cache)).has_writes_aside
-    cache["block_reuse_config"].policy = "all_reusable"
-    assert not read_args(args_for(cache=cache)).has_writes_aside
+    assert read_args(args_for(cache=cache)).has_writes_aside == is_so
 
 
 class Streamless:
@@ -131,17 +128,14 @@ def test_streams_stall_before_no_pass_of_versions_that_fill_its_inputs_again(mon
 
 
 def test_a_compiled_model_is_noted():
-    assert read_args(args_for(torch_compile_config=SimpleNamespace())).is_compiled
-    assert read_args(args_for(torch_compile_enabled=True)).is_compiled
-    assert read_args(args_for(prefill_cuda_graph_backend="breakable")).is_compiled
-    assert not read_args(args_for(prefill_cuda_graph_backend="disabled")).is_compiled
-    assert not read_args(args_for(torch_compile_config=None)).is_compiled
+    compiled = {"torch_compile_config": SimpleNamespace(), "torch_compile_enabled": True}
+    for name, value in {**compiled, "prefill_cuda_graph_backend": "breakable"}.items():
+        assert read_args(args_for(**{name: value})).is_compiled, name
+    plain = {"torch_compile_config": None, "prefill_cuda_graph_backend": "disabled"}
+    assert not read_args(args_for(**plain)).is_compiled
 
 
-def test_attention_data_parallelism_is_served_where_every_rank_is_asked(monkeypatch):
-    for half in (base.KvCacheConnectorScheduler, base.KvCacheConnectorWorker):
-        monkeypatch.setattr(half, "supports_attention_dp", False, raising=False)
-    assert read_args(args_for(enable_attention_dp=True)).attention_dp
+def test_attention_data_parallelism_is_refused_where_rank_0_is_asked_alone(monkeypatch):
     monkeypatch.delattr(base.KvCacheConnectorWorker, "supports_attention_dp")
     with pytest.raises(ConfigError, match="rank 0 only"):
         read_args(args_for(enable_attention_dp=True))
@@ -188,18 +182,15 @@ def test_what_changes_keys_and_values_changes_what_names_them(fields):
     assert names(args_for(**fields)) == names(args_for(**fields))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"moe_config": SimpleNamespace(backend="TRTLLM")},
-        {"allreduce_strategy": "NCCL"},
-        {"tokenizer_revision": "v2"},
-        {"max_batch_size": 8},
-        {"gpus_per_node": 4},
-        {"lora_config": SimpleNamespace(lora_target_modules=["attn_q"], lora_dir=[])},
-    ],
-)
-def test_what_leaves_keys_and_values_alone_does_not_part_engines(fields):
+def test_what_leaves_keys_and_values_alone_does_not_part_engines():
+    fields = {
+        "moe_config": SimpleNamespace(backend="TRTLLM"),
+        "allreduce_strategy": "NCCL",
+        "tokenizer_revision": "v2",
+        "max_batch_size": 8,
+        "gpus_per_node": 4,
+        "lora_config": SimpleNamespace(lora_target_modules=["attn_q"], lora_dir=[]),
+    }
     assert names(args_for(**fields)) == names(args_for())
 
 
@@ -219,15 +210,6 @@ def test_a_text_and_an_enumeration_of_one_name_are_one():
         load_format=load_format.AUTO, quant_config=SimpleNamespace(quant_algo=quantization.FP8)
     )
     assert names(text) == names(enumerated)
-
-
-def test_objects_without_a_plain_value_do_not_give_every_process_its_own_namespace():
-    def one() -> EngineArgs:
-        loader = ModuleType("loader")
-        made = {"quant_config": MagicMock(), "model_kwargs": MagicMock()}
-        return read_args(args_for(checkpoint_loader=loader, **made))
-
-    assert one() == one()
 
 
 def test_adapters_that_replace_the_models_embeddings_are_known_by_their_bytes(
@@ -332,26 +314,26 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(fields, named):
         read_args(args_for(**fields))
 
 
+@pytest.mark.parametrize("policy", [Policy.GUARANTEED_NO_EVICT, "GUARANTEED_NO_EVICT", 7, None])
 @pytest.mark.parametrize(
-    "fields",
+    "cache",
     [
-        {"scheduler_config": SimpleNamespace(capacity_scheduler_policy=policy)}
-        for policy in (Policy.GUARANTEED_NO_EVICT, "GUARANTEED_NO_EVICT", 7, None)
-    ]
-    + [
-        {
-            "scheduler_config": SimpleNamespace(capacity_scheduler_policy="MAX_UTILIZATION"),
-            "cache": {"use_kv_cache_manager_v2": True},
-        },
-        {"orchestrator_type": "ray"},
-        {"decoding_config": SimpleNamespace(medusa_choices=None)},
-        {"max_beam_width": None},
-        {"cache": {"host_cache_size": 0, "disk_cache_size": None, "max_attention_window": [8, 8]}},
-        {"cache": {"dtype": "fp8"}, "quant_config": SimpleNamespace(kv_cache_quant_algo="FP8")},
+        {"host_cache_size": 0, "disk_cache_size": None, "max_attention_window": [8, 8]},
+        {"dtype": "fp8"},
     ],
 )
-def test_what_can_be_served_is_not_refused(fields):
+def test_what_can_be_served_is_not_refused(policy, cache):
+    fields = {
+        "scheduler_config": SimpleNamespace(capacity_scheduler_policy=policy),
+        "orchestrator_type": "ray",
+        "decoding_config": SimpleNamespace(medusa_choices=None),
+        "max_beam_width": None,
+        "cache": cache,
+        "quant_config": SimpleNamespace(kv_cache_quant_algo="FP8"),
+    }
     read_args(args_for(**fields))
+    evicts = SimpleNamespace(capacity_scheduler_policy="MAX_UTILIZATION")
+    read_args(args_for(scheduler_config=evicts, cache={"use_kv_cache_manager_v2": True}))
 
 
 @pytest.mark.parametrize(
@@ -376,22 +358,18 @@ def test_models_whose_cache_is_more_than_blocks_are_refused_in_one_sentence(
         read_args(args_for(model=checkpoint(tmp_path, LLAMA | config)))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"layer_types": ["sliding_attention", "full_attention", "chunked_attention"]},
-        {"layers_block_type": ["attention"], "mamba_d_state": None},
-        {"is_encoder_decoder": False, "sliding_window": 4096},
-        {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
-        {
-            "model_type": "mistral3",
-            "text_config": LLAMA,
-            "vision_config": {"model_type": "pixtral"},
-        },
-    ],
-)
-def test_models_with_attention_alone_are_not_refused(tmp_path, config):
-    read_args(args_for(model=checkpoint(tmp_path, LLAMA | config)))
+def test_models_with_attention_alone_are_not_refused(tmp_path):
+    plain = LLAMA | {
+        "layer_types": ["sliding_attention", "full_attention", "chunked_attention"],
+        "layers_block_type": ["attention"],
+        "mamba_d_state": None,
+        "is_encoder_decoder": False,
+        "sliding_window": 4096,
+        "quantization_config": {"kv_cache_scheme": {"num_bits": 8}},
+    }
+    seeing = {"text_config": plain, "vision_config": {"model_type": "pixtral"}}
+    for config in (plain, plain | {"model_type": "mistral3"} | seeing):
+        read_args(args_for(model=checkpoint(tmp_path, config)))
 
 
 def test_the_quantisation_beside_a_checkpoint_counts_unless_the_engine_replaces_it(tmp_path):
@@ -411,7 +389,7 @@ def refuse(tmp_path: Path, config: dict[str, Any] | None, shape: tuple[int, ...]
     refuse_flat_pool(read_args(args_for(model=model, **fields)), shape)
 
 
-WITHOUT_ONE = [{"attention": {"no_op": no_op}} for no_op in (False, True, False, False)]
+WITHOUT_ONE = [{"attention": {"no_op": at == 1}} for at in range(4)]
 WINDOWS = {"max_attention_window": [512, 4096], "use_kv_cache_manager_v2": "auto"}
 
 

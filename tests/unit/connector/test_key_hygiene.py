@@ -30,7 +30,7 @@ from kvray.engine.model_name import Adapters, fingerprints_dir
 from kvray.engine.shared_state import SharedState
 from kvray.identity.keys import chain_keys, request_seed
 from tests.examples import examples
-from tests.kit.connector import LLAMA, read_args
+from tests.kit.connector import LLAMA, read_args, region_of
 
 READ_S = 30.0
 """How long a request waits here for its adapter to be read; an engine's does not wait for it."""
@@ -136,6 +136,7 @@ def make_layout(named: Named) -> CacheLayout:
     windows = {"one": [None], "two": [None, None], "window": [None, 8], "wider": [None, 16]}
     groups = windows[named.layout]
     share = NUM_LAYERS // len(groups)
+    pages = torch.zeros((NUM_PAGES, share * 2 * elems * dtype.itemsize), dtype=torch.uint8)
     return read_layout(
         SimpleNamespace(
             tokens_per_block=named.tokens_per_block,
@@ -145,27 +146,11 @@ def make_layout(named: Named) -> CacheLayout:
                     layer_group_id=group,
                     layer_ids=list(range(group * share, (group + 1) * share)),
                     window_size=window,
-                    regions=[_region(share, elems * dtype.itemsize)],
+                    regions=[region_of(pages, range(share))],
                 )
                 for group, window in enumerate(groups)
             ],
         )
-    )
-
-
-def _region(num_layers: int, buffer_bytes: int) -> SimpleNamespace:
-    pages = torch.zeros((NUM_PAGES, num_layers * 2 * buffer_bytes), dtype=torch.uint8)
-    return SimpleNamespace(
-        base=pages.data_ptr(),
-        size=pages.shape[1],
-        stride=pages.shape[1],
-        num_slots=NUM_PAGES,
-        as_tensor=lambda _dtype: pages,
-        buffers=[
-            SimpleNamespace(layer_id=layer, role=role, expansion=1)
-            for layer in range(num_layers)
-            for role in ("key", "value")
-        ],
     )
 
 
@@ -241,14 +226,6 @@ def test_blocks_of_another_cause_share_no_key(root, cause, data):
     if one.num_ranks == other.num_ranks == 1 and cause == "attention_dp":
         one, other = replace(one, num_ranks=2), replace(other, num_ranks=2)
     assert not set(keys(one, root)) & set(keys(other, root))
-
-
-@settings(max_examples=examples(60))
-@given(one=CASES, place=st.integers(0, 30), token=TOKENS)
-def test_prompts_share_keys_up_to_the_first_token_that_differs(root, one, place, token):
-    tokens = (*one.tokens[:place], token, *one.tokens[place + 1 :])
-    first = place if tokens != one.tokens else len(tokens)
-    assert_shared_until(first, one, replace(one, tokens=tokens), root)
 
 
 @settings(max_examples=examples(60))

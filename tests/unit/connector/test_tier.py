@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvray.node import link as link_module
-from tests.kit.connector import HIT, PROMPT, Pair, Request
+from tests.kit.connector import HIT, PROMPT, Request
 from tests.kit.tier import Tier
 from tests.waiting import wait_for
 
@@ -23,65 +23,42 @@ def tier(shard: None) -> Iterator[Tier]:
     made.stop()
 
 
-@pytest.fixture
-def joined(tier: Tier, pair: Pair) -> Pair:
-    pair.wait_for_arena()
-    return pair
-
-
-def test_an_engine_that_started_before_its_tier_joins_it(make_pair, caplog):
-    pair = make_pair()
+def test_an_engine_joins_a_tier_that_comes_and_the_next_and_a_restart_is_not_noticed(pair, caplog):
     assert pair.serve(Request(1, PROMPT)) == 0
     assert pair.totals["miss_tokens_store_down"] == HIT
     assert "goes on without" in caplog.text
-    tier = Tier()
-    pair.wait_for_arena()
-    tier.wait_for_engine()
-    pair.store(PROMPT)
-    assert pair.serve(Request(2, PROMPT)) == HIT
-    tier.stop()
-
-
-def test_an_engine_outlives_its_tier_and_joins_the_next(tier, joined):
-    joined.store(PROMPT)
-    assert joined.serve(Request(2, PROMPT)) == HIT
-    tier.stop()
-    assert joined.serve(Request(10, PROMPT)) == 0
-    tier.start()
-    joined.wait_for_arena()
-    joined.store(PROMPT)
-    assert joined.serve(Request(20, PROMPT)) == HIT
-
-
-def test_a_shard_that_starts_again_is_not_even_noticed(tier, joined):
-    joined.store(PROMPT)
-    assert joined.serve(Request(2, PROMPT)) == HIT
-    tier.stop(retire=False)
-    assert joined.serve(Request(10, PROMPT)) == HIT
-    tier.start()
-    assert joined.serve(Request(11, PROMPT)) == HIT
-    tier.wait_for_engine()
+    for request_id in (10, 20):
+        tier = Tier()
+        pair.wait_for_arena()
+        pair.store(PROMPT)
+        tier.stop(retire=False)
+        assert pair.serve(Request(request_id, PROMPT)) == HIT
+        tier.start()
+        tier.wait_for_engine()
+        assert pair.serve(Request(request_id + 1, PROMPT)) == HIT
+        tier.stop()
+        assert pair.serve(Request(request_id + 2, PROMPT)) == 0
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_promise_is_kept_however_often_the_tier_is_replaced_before_its_load(
-    tier, joined, monkeypatch, times
+    tier, pair, monkeypatch, times
 ):
     if times == 2:
         monkeypatch.setattr(link_module, "_PREVIOUS_S", 0.0)
-    joined.store(PROMPT)
-    promised = joined.arena
     request = Request(2, PROMPT)
-    assert joined.query(request) == HIT
+    pair.wait_for_arena()
+    pair.store(PROMPT)
+    promised, link = pair.arena, pair.engine.link
+    assert pair.query(request) == HIT
     for _ in range(times):
         tier.replace()
-        joined.wait_for_arena()
+        pair.wait_for_arena()
     time.sleep(0.1)
-    joined.plan(request)
-    joined.worker.start_load_kv(None)
-    joined.check(request)
-    joined.compute(request)
-    assert joined.serve(Request(3, PROMPT)) == 0
+    pair.plan(request)
+    pair.worker.start_load_kv(None)
+    pair.check(request)
+    pair.compute(request)
+    assert pair.serve(Request(3, PROMPT)) == 0
     if times == 2:
-        link = joined.engine.link
         wait_for(lambda: link.arena_named(promised.arena_id) is None, "unmapping")

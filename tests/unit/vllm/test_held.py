@@ -20,10 +20,8 @@ from kvray.vllm.held import Asked, HeldBlocks, HeldLoad, Hold, Holds
 from tests.kit.apart import BLOCK, Apart
 from tests.kit.connector import HIT, NUM_WANTED, PROMPT
 from tests.kit.devices import HostDevice
-from tests.unit.engine.conftest import MakeEngine, environment, make_engine, running_shard, shard
+from tests.unit.engine.conftest import MakeEngine
 from tests.waiting import HANG_S, Gate, wait_for
-
-__all__ = ["environment", "make_engine", "running_shard", "shard"]
 
 ROOM = 2 * NUM_WANTED
 
@@ -31,11 +29,11 @@ ROOM = 2 * NUM_WANTED
 @pytest.fixture(params=["host", "device"])
 def engine(
     request: pytest.FixtureRequest,
+    stored: Apart,
     make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Apart:
     """An engine whose tier has the prompt; its pool is of either kind."""
-    make_engine().serve(PROMPT)
     if request.param == "device":
         monkeypatch.setattr("kvray.engine.cache_layout.CacheLayout.is_host", False)
         monkeypatch.setattr("kvray.engine.device.gpu.CudaDevice", lambda _: HostDevice())
@@ -51,12 +49,12 @@ def held(engine: Apart) -> Iterator[HeldBlocks]:
     made.close()
 
 
-def leased(engine: Apart, number: int = 7, *, first: int = 0, hold_id: int = 0) -> Hold:
+def leased(engine: Apart, *, first: int = 0) -> Hold:
     """Have the leader lease the prompt; return it as the ranks are told to hold it."""
-    assert engine.ask(number, PROMPT, first * BLOCK) == (NUM_WANTED - first) * BLOCK
-    promise = engine.leader.states[number].promise
+    assert engine.ask(7, PROMPT, first * BLOCK) == (NUM_WANTED - first) * BLOCK
+    promise = engine.leader.states[7].promise
     assert promise is not None
-    return Hold(hold_id, promise.lease.leased, promise.first, promise.end)
+    return Hold(0, promise.lease.leased, promise.first, promise.end)
 
 
 def answer(held: HeldBlocks, hold: Hold, *, are_ours: bool = True) -> int:
@@ -67,8 +65,8 @@ def answer(held: HeldBlocks, hold: Hold, *, are_ours: bool = True) -> int:
     return answers[hold.hold_id]
 
 
-def flip(arena: Arena, slots: list[int]) -> None:
-    for slot in slots:
+def flip(arena: Arena, slots: Any) -> None:
+    for slot in slots.tolist():
         arena.slot_bytes(slot)[5] ^= 16
 
 
@@ -76,15 +74,17 @@ def lease_of(hold: Hold) -> Lease:
     return hold.leased[0][1]
 
 
-def slots_of(engine: Apart, hold: Hold) -> list[int]:
-    found: list[int] = engine.arena.leased_slots(lease_of(hold)).tolist()
-    return found
+def slots_of(engine: Apart, hold: Hold) -> Any:
+    return engine.arena.leased_slots(lease_of(hold))
 
 
 def test_held_blocks_are_loaded_whatever_becomes_of_the_arena(engine, held):
     hold = leased(engine)
     assert answer(held, hold) == NUM_WANTED
-    flip(engine.arena, engine.arena.tables.slots_in(READY).tolist())
+    assert engine.leased == 0, "the lease ends with the copy"
+    engine.leader.decline(7)  # twice is fine
+    assert engine.leased == 0
+    flip(engine.arena, engine.arena.tables.slots_in(READY))
     blocks = engine.new_blocks(PROMPT)
     held.load(HeldLoad(hold.hold_id, 0, PageIds.of(blocks[:NUM_WANTED])), None)
     engine.check(PROMPT, blocks, HIT)
@@ -105,8 +105,8 @@ def test_what_the_engine_has_itself_is_passed_over(engine, held):
 def test_a_block_that_is_wrong_ends_what_is_held(engine, held, monkeypatch):
     monkeypatch.setattr(engine.arena, "lock_wait_s", HANG_S)  # else the next reader takes it out
     hold = leased(engine, first=1)
-    wrong = slots_of(engine, hold)[4]
-    flip(engine.arena, [wrong])
+    wrong = slots_of(engine, hold)[4:5]
+    flip(engine.arena, wrong)
     assert answer(held, hold) == 3
     assert engine.arena.tables.slot_state[wrong] == QUARANTINED
 
@@ -137,7 +137,7 @@ def test_nothing_is_held_of_a_lease_whose_holder_changes_during_the_copy(
     hold = leased(engine)
     leader, read = Arena(engine.arena.directory, lock_wait_s=1), payload.read
     leader.join("leader")
-    taken = leader.lease_slots(engine.arena.leased_slots(lease_of(hold)))
+    taken = leader.lease_slots(slots_of(engine, hold))
 
     def read_and_change(*args: Any, **options: Any) -> Any:
         valid = read(*args, **options)
@@ -153,13 +153,6 @@ def test_nothing_is_held_of_a_lease_whose_holder_changes_during_the_copy(
 def test_nothing_is_held_of_another_pool_s_blocks(engine, held, caplog):
     assert answer(held, leased(engine), are_ours=False) == 0
     assert "the same engine arguments" in caplog.text
-
-
-def test_the_lease_ends_with_the_copy(engine, held):
-    answer(held, leased(engine))
-    assert engine.leased == 0
-    engine.leader.decline(7)  # twice is fine
-    assert engine.leased == 0
 
 
 def test_more_than_is_held_is_never_loaded(engine, held):

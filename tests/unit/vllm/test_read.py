@@ -55,11 +55,9 @@ def test_a_text_is_its_tokens_with_what_it_has_generated(reader):
     found = read(reader)
     assert (found.request_id, found.name) == (7, "cmpl-1-0")
     assert (found.tokens, found.prompt_len) == (TOKENS, 5)
-    assert found.identity == Identity()
-
-
-def test_a_salt_is_part_of_it(reader):
+    assert (found.identity, found.is_unread) == (Identity(), False)
     assert read(reader, cache_salt="a").identity.salt == "a"
+    assert read(reader, skip_reading_prefix_cache=True).is_unread
 
 
 @pytest.mark.parametrize(
@@ -92,7 +90,7 @@ def test_media_differ_by_name_place_length_and_mask(reader):
     assert read(reader, mm_features=[feature("a")]).identity.media in found
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait longer than an engine does, so that a busy machine makes no miss."""
     monkeypatch.setattr("kvray.engine.model_name._WAIT_S", 10.0)
@@ -116,7 +114,6 @@ def adapter_of(
     return None if isinstance(found, str) else found.identity.lora
 
 
-@pytest.mark.usefixtures("_patience")
 def test_adapters_differ_by_their_bytes_and_ones_loaded_in_place_bypass(reader, tmp_path):
     paths = [write_adapter(tmp_path / name, content) for content, name in enumerate("ab")]
     loras = [adapter_of(reader, 1 + place, path.name, path) for place, path in enumerate(paths)]
@@ -128,7 +125,6 @@ def test_adapters_differ_by_their_bytes_and_ones_loaded_in_place_bypass(reader, 
         adapter_of(reader, 4, "d", tmp_path / "nowhere")
 
 
-@pytest.mark.usefixtures("_patience")
 def test_a_new_version_at_the_path_of_an_old_one_bypasses_as_vllm_keeps_the_old_blocks(
     reader, tmp_path
 ):
@@ -141,7 +137,6 @@ def test_a_new_version_at_the_path_of_an_old_one_bypasses_as_vllm_keeps_the_old_
     assert adapter_of(reader, 5, "poet", write_adapter(tmp_path / "b", 2)) is not None
 
 
-@pytest.mark.usefixtures("_patience")
 def test_blocks_of_an_adapter_loaded_in_place_are_in_vllm_s_cache_as_well(reader, tmp_path):
     path = write_adapter(tmp_path / "a", 1)
     assert adapter_of(reader, 1, "poet", path, is_in_place=True) is None
@@ -149,7 +144,6 @@ def test_blocks_of_an_adapter_loaded_in_place_are_in_vllm_s_cache_as_well(reader
     assert adapter_of(reader, 2, "poet", path) is None
 
 
-@pytest.mark.usefixtures("_patience")
 def test_a_number_that_had_another_adapter_taints_both(reader, tmp_path):
     first, second = write_adapter(tmp_path / "a", 1), write_adapter(tmp_path / "b", 2)
     assert adapter_of(reader, 1, "a", first) is not None
@@ -253,16 +247,17 @@ def test_a_layer_that_lies_elsewhere_is_refused():
         read_layout(tensors, described)
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_layers_of_a_block_that_overlap_are_refused(is_packed):
-    described = cache_config(is_packed=is_packed, page_size_bytes=2 * PAGE)  # as with BHLNC
-    with pytest.raises(ConfigError, match="do not overlap"):
-        read_layout(caches(described), described)
-
-
-def test_prompts_that_are_read_in_both_directions_are_refused():
-    described = cache_config(non_causal=True)
-    with pytest.raises(ConfigError, match="both directions"):
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"page_size_bytes": 2 * PAGE}, "do not overlap"),  # as with BHLNC
+        ({"page_size_bytes": 2 * PAGE, "is_packed": True}, "do not overlap"),
+        ({"non_causal": True}, "both directions"),
+    ],
+)
+def test_layers_that_overlap_or_are_read_in_both_directions_are_refused(spec, said):
+    described = cache_config(**spec)
+    with pytest.raises(ConfigError, match=said):
         read_layout(caches(described), described)
 
 

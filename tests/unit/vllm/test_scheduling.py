@@ -1,71 +1,39 @@
 """The scheduler's half alone: it needs of vLLM the names of three classes, and what vLLM asks."""
 
-import importlib
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.engine.prefix_finder import PrefillRate
 from kvray.engine.shared_state import shared_state_for
 from kvray.errors import ConfigError
 from kvray.vllm.held import Hold, Holds
 from tests.kit.apart import ARGS, BLOCK, Apart
-from tests.unit.connector.conftest import environment, running_shard, shard
+from tests.kit.connector import HIT, PROMPT
 from tests.unit.vllm.test_read import request as request_of
 
 if TYPE_CHECKING:
     from kvray.vllm.scheduling import SchedulingHalf
 
-__all__ = ["environment", "running_shard", "shard"]
-
-PROMPT = list(range(100, 140))
-HIT = (len(PROMPT) - 1) // BLOCK * BLOCK
 ROOM = 30
 VLLM = replace(ARGS, holds_loads=True, takes_offers_later=True)
 
 
 @pytest.fixture
-def scheduling(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Return the scheduler's half, which needs of vLLM only the names of three classes."""
-    name = "vllm.distributed.kv_transfer.kv_connector.v1.base"
-    base: Any = ModuleType(name)
-    base.KVConnectorMetadata = base.KVConnectorHandshakeMetadata = object
-    base.KVConnectorWorkerMetadata = object
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        parent = ".".join(parts[:end])
-        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-    monkeypatch.setitem(sys.modules, name, base)
-    monkeypatch.setitem(sys.modules, "vllm.envs", ModuleType("vllm.envs"))
-    before = set(sys.modules)
-    yield importlib.import_module("kvray.vllm.scheduling")
-    for made in set(sys.modules) - before:
-        if made.startswith("kvray.vllm"):
-            del sys.modules[made]
-
-
-@pytest.fixture
-def half(shard: Shard, scheduling: Any) -> Iterator["SchedulingHalf"]:
+def half(stored: Apart, scheduling: Any) -> Iterator["SchedulingHalf"]:
     """A scheduler's half beside an engine that has stored the prompt."""
     from kvray.vllm.start import PoolMetadata
 
-    stored = Apart()
     made = scheduling.SchedulingHalf(shared_state_for(object(), VLLM, load_config(None)))
-    try:
-        stored.serve(PROMPT)
-        made.lead({0: PoolMetadata(identity=stored.identity, hold_blocks=ROOM)})
-        yield made
-    finally:
-        made.close()
-        stored.close()
+    made.lead({0: PoolMetadata(identity=stored.identity, hold_blocks=ROOM)})
+    yield made
+    made.close()
 
 
 def asked(name: str) -> SimpleNamespace:
@@ -240,18 +208,6 @@ def test_what_is_loaded_after_a_preemption_is_no_hit_of_the_answer(half):
         assert offered(half, request) == HIT
         taken(half, request, HIT)
     assert half.finish("a") == (False, HIT)
-
-
-def test_a_request_that_reads_no_cache_is_saved_and_nothing_is_asked_for(half):
-    request = asked("a")
-    request.skip_reading_prefix_cache = True
-    request.all_token_ids = request.prompt_token_ids = [*PROMPT[:-BLOCK], *range(BLOCK)]
-    assert half.match(request, 0) == 0
-    passed = taken(half, request, 0)
-    assert (passed.holds, passed.loads) == ((), ())
-    assert passed.meta.saves[0].pages[0].num_blocks == len(PROMPT) // BLOCK
-    assert totals(half)["miss_tokens_skipped"] == HIT
-    assert totals(half)["stage_calls"] == 0
 
 
 def test_no_more_is_held_than_the_ranks_have_memory_for(half):

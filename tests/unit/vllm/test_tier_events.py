@@ -1,7 +1,7 @@
 """Events for vLLM's own publisher, over a real arena; of vLLM there are stand-ins."""
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -9,25 +9,14 @@ import pytest
 
 from kvray.config import load_config
 from kvray.engine.shared_state import shared_state_for
+from kvray.identity.keys import chain_keys, request_seed
 from tests.kit.apart import BLOCK, Apart
-from tests.unit.vllm.test_scheduling import (
-    HIT,
-    PROMPT,
-    ROOM,
-    VLLM,
-    asked,
-    environment,
-    new,
-    nothing,
-    offered,
-    running_shard,
-    scheduling,
-    shard,
-    taken,
-)
+from tests.kit.connector import HIT, PROMPT
+from tests.unit.vllm.test_scheduling import ROOM, VLLM, asked, new, nothing, offered, taken
 from tests.waiting import wait_for
 
-__all__ = ["environment", "running_shard", "scheduling", "shard"]
+NUM_BLOCKS = len(PROMPT) // BLOCK
+"""The last one is computed by each engine, but one has stored it."""
 
 
 @dataclass
@@ -69,15 +58,6 @@ def vllm(scheduling: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def stored(shard):
-    """An engine beside it, which has stored the prompt."""
-    made = Apart()
-    made.serve(PROMPT)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def half(stored, vllm):
     from kvray.vllm.start import PoolMetadata
 
@@ -101,9 +81,9 @@ def names(count: int, first: int = 0) -> list[str]:
     return [f"told {place}" for place in range(first, count)]
 
 
-def told(half: Any, stored: Apart) -> list[Any]:
+def told(half: Any, stored: Apart, **changes: Any) -> list[Any]:
     """Have the prompt noted of which no lease is left, and return what is told."""
-    half._events.note(hashed("a", PROMPT), _keys(stored), 0)
+    half._events.note(hashed("a", PROMPT, **changes), _keys(stored), 0)
     return heard(half)
 
 
@@ -129,12 +109,11 @@ def loaded(half: Any) -> None:
 def test_a_block_that_is_loaded_is_told_once(half):
     assert half.take_events() == []
     loaded(half)
-    whole = len(PROMPT) // BLOCK  # the last one is computed, but another engine has stored it
     (event,) = heard(half)
-    assert (event.block_hashes, event.parent_block_hash) == (names(whole), None)
-    assert (event.token_ids, event.block_size) == (PROMPT[: whole * BLOCK], BLOCK)
+    assert (event.block_hashes, event.parent_block_hash) == (names(NUM_BLOCKS), None)
+    assert (event.token_ids, event.block_size) == (PROMPT[: NUM_BLOCKS * BLOCK], BLOCK)
     assert (event.medium, event.lora_id, event.lora_name) == ("CPU", None, None)
-    assert event.extra_keys == [None] * whole
+    assert event.extra_keys == [None] * NUM_BLOCKS
     assert half.take_events() == []
     loaded(half)
     assert half.take_events() == []
@@ -163,48 +142,41 @@ def test_a_block_that_never_gets_there_is_forgotten(half):
     assert events._untold == {}
 
 
-def test_blocks_that_leave_the_memory_are_removed(half, shard, stored):
+def test_blocks_that_leave_the_memory_are_removed_and_told_again_when_they_are_back(
+    half, shard, stored
+):
     told(half, stored)
     shard.clear(10)
     (event,) = half.take_events()
     assert isinstance(event, Removed)
-    assert (sorted(event.block_hashes), event.medium) == (names(len(PROMPT) // BLOCK), "CPU")
+    assert (sorted(event.block_hashes), event.medium) == (names(NUM_BLOCKS), "CPU")
     assert half.take_events() == []
-
-
-def test_a_block_that_comes_back_is_told_again(half, shard, stored):
-    told(half, stored)
-    shard.clear(10)
-    half.take_events()
     stored.serve(PROMPT)
     (event,) = told(half, stored)
-    assert event.block_hashes == names(len(PROMPT) // BLOCK)
+    assert event.block_hashes == names(NUM_BLOCKS)
 
 
 def test_many_blocks_are_looked_for_in_pieces(half, shard, stored, monkeypatch):
     monkeypatch.setattr("kvray.vllm.tier_events._LOOK", 4)
-    whole = len(PROMPT) // BLOCK
     first, second, third = told(half, stored), half.take_events(), half.take_events()
-    assert [one.block_hashes for one in first + second + third] == [
-        names(4), names(8, 4), names(whole, 8)
-    ]  # fmt: skip
+    parts = [names(4), names(8, 4), names(NUM_BLOCKS, 8)]
+    assert [one.block_hashes for one in first + second + third] == parts
     assert second[0].parent_block_hash == "told 3"
     shard.clear(10)
     gone = [name for _ in range(6) for event in half.take_events() for name in event.block_hashes]
-    assert sorted(gone) == sorted(names(whole))
+    assert sorted(gone) == sorted(names(NUM_BLOCKS))
 
 
 def test_without_an_arena_nothing_is_there(half, stored, monkeypatch):
     told(half, stored)
     monkeypatch.setattr(type(half._leader.shared.link), "arena", None)
     (event,) = half.take_events()
-    assert len(event.block_hashes) == len(PROMPT) // BLOCK
+    assert len(event.block_hashes) == NUM_BLOCKS
 
 
 def test_blocks_of_weights_that_are_replaced_are_removed(half, stored):
     told(half, stored)
-    shared = half._leader.shared
-    shared.name_weights("2")
+    half._leader.shared.name_weights("2")
     half.plan(nothing())
     (event,) = half.take_events()
     assert isinstance(event, Removed)
@@ -216,24 +188,20 @@ def test_after_a_reset_for_which_vllm_has_all_cleared_blocks_are_told_again(half
     told(half, stored)
     pool.cached_block_hash_to_block = {}
     (event,) = told(half, stored)
-    assert event.block_hashes == names(len(PROMPT) // BLOCK)
+    assert event.block_hashes == names(NUM_BLOCKS)
     pool.cached_block_hash_to_block = {}
     assert half.take_events() == [], "nothing is removed of which nobody knows"
 
 
 def test_an_adapter_and_a_salt_are_told_as_vllm_tells_them(half, stored):
     lora = SimpleNamespace(adapter_id=3, name="poet")
-    keys = _keys(stored)
-    request = hashed("d", PROMPT, lora_request=lora, cache_salt="s")
-    half._events.note(request, keys, 0)
-    (event,) = heard(half)
+    (event,) = told(half, stored, lora_request=lora, cache_salt="s")
     assert (event.lora_id, event.lora_name) == (3, "poet")
-    assert event.extra_keys == [(("salt", "s"),)] + [None] * (len(keys) - 1)
+    assert event.extra_keys == [(("salt", "s"),)] + [None] * (NUM_BLOCKS - 1)
 
 
 def test_blocks_of_which_vllm_hashes_parts_are_not_told(half, stored):
-    request = hashed("e", PROMPT)
-    request.block_hashes = list(range(len(PROMPT) // 2))
+    request = hashed("e", PROMPT, block_hashes=list(range(len(PROMPT) // 2)))
     half._events.note(request, _keys(stored), 0)
     assert half.take_events() == []
 
@@ -251,7 +219,7 @@ def test_a_defect_costs_the_events_and_no_pass(half, monkeypatch):
 
 def test_a_vllm_without_such_events_serves_without(scheduling, shard, stored):
     """Its classes have other names: the connector starts all the same."""
-    shared = shared_state_for(object(), replace(VLLM), load_config(None))
+    shared = shared_state_for(object(), VLLM, load_config(None))
     made = scheduling.SchedulingHalf(shared, tells_events=True)
     assert made.take_events() == ()
     made.close()
@@ -265,7 +233,5 @@ def test_nothing_is_imported_or_kept_where_vllm_publishes_nothing(scheduling, sh
 
 
 def _keys(stored: Apart) -> list[bytes]:
-    from kvray.identity.keys import chain_keys, request_seed
-
     seed = request_seed(stored.leader.shared.identity.digest, salt=None, lora=None)
     return chain_keys(PROMPT, tokens_per_block=BLOCK, seed=seed)
