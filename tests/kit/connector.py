@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from kvray.connector import KvRayScheduler, KvRayWorker, base
@@ -61,6 +63,14 @@ def checkpoint(directory: Path, config: dict[str, Any], **files: Any) -> str:
     for name, content in {"config": config, **files}.items():
         (directory / f"{name}.json").write_text(json.dumps(content))
     return str(directory)
+
+
+def stand_in(patch: pytest.MonkeyPatch, name: str, **contents: Any) -> ModuleType:
+    """Have a module of that name, with these contents, as if an engine had imported it."""
+    made = ModuleType(name)
+    vars(made).update(contents)
+    patch.setitem(sys.modules, name, made)
+    return made
 
 
 def flip_a_byte(arena: Arena, *, depth: int) -> None:

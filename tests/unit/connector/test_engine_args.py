@@ -1,11 +1,10 @@
 """What is read of an engine's arguments, on every version's surface, and what is refused of it."""
 
 import enum
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -14,9 +13,18 @@ from huggingface_hub import constants
 
 from kvray.connector import base
 from kvray.connector.refusals import refuse_flat_pool
-from kvray.connector.start import EngineArgs
+from kvray.engine.engine_args import CheckpointConfig
 from kvray.errors import ConfigError
-from tests.kit.connector import BLOCK, DEEPSEEK, LLAMA, args_for, checkpoint, parallel, read_args
+from tests.kit.connector import (
+    BLOCK,
+    DEEPSEEK,
+    LLAMA,
+    args_for,
+    checkpoint,
+    parallel,
+    read_args,
+    stand_in,
+)
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 CANDIDATES = ["1.3.0rc11", "1.4.0.dev5+g1a2b3c", "1.2.1.post1"]
@@ -44,10 +52,9 @@ def test_ranks_are_on_several_nodes_if_one_has_fewer_gpus(fields, is_spread):
 
 
 def test_the_engines_own_rank_comes_first(monkeypatch):
-    utilities = ModuleType("tensorrt_llm._utils")
-    monkeypatch.setitem(sys.modules, "tensorrt_llm._utils", utilities)
+    stand_in(monkeypatch, "tensorrt_llm._utils")
     assert read_args(args_for(tensor_parallel_size=2, rank=1)).rank == 1
-    vars(utilities)["mpi_rank"] = lambda: 1
+    stand_in(monkeypatch, "tensorrt_llm._utils", mpi_rank=lambda: 1)
     mapping = MagicMock()
     assert read_args(args_for(tensor_parallel_size=2, parallel_config=mapping)).rank == 1
     with pytest.raises(ConfigError, match="rank 1 of an engine whose tensor_parallel_size is 1"):
@@ -59,9 +66,7 @@ def test_the_engines_own_rank_comes_first(monkeypatch):
     [("1.2.1", "1.2"), ("1.2", "1.2"), ("1.2.1+cu13", "1.2"), *[(one, one) for one in CANDIDATES]],
 )
 def test_the_engines_version_is_part_of_its_name(monkeypatch, version, named):
-    package = ModuleType("tensorrt_llm")
-    vars(package)["__version__"] = version
-    monkeypatch.setitem(sys.modules, "tensorrt_llm", package)
+    stand_in(monkeypatch, "tensorrt_llm", __version__=version)
     assert read_args(args_for()).engine == f"tensorrt_llm {named}"
 
 
@@ -88,6 +93,9 @@ def test_each_pass_waits_for_its_saves_where_begun_blocks_are_copied_behind_it(p
     assert read_args(args_for(cache=cache)).has_writes_aside == is_so
 
 
+RESOURCES = "tensorrt_llm._torch.pyexecutor.resource_manager"
+
+
 class Streamless:
     def __init__(self, kv_cache_config: object) -> None: ...
 
@@ -101,9 +109,7 @@ def test_partly_reused_pages_may_be_written_where_layers_wait_for_their_copies(
     monkeypatch, manager, is_own
 ):
     assert read_args(args_for()).owns_partial_blocks
-    resources = ModuleType("tensorrt_llm._torch.pyexecutor.resource_manager")
-    vars(resources)["KVCacheManager"] = manager
-    monkeypatch.setitem(sys.modules, resources.__name__, resources)
+    stand_in(monkeypatch, RESOURCES, KVCacheManager=manager)
     assert read_args(args_for()).owns_partial_blocks == is_own
     assert not read_args(args_for(torch_compile_enabled=True)).owns_partial_blocks
     assert not read_args(args_for(cache={"enable_partial_reuse": False})).owns_partial_blocks
@@ -111,18 +117,14 @@ def test_partly_reused_pages_may_be_written_where_layers_wait_for_their_copies(
 
 def test_streams_stall_before_no_pass_of_versions_that_fill_its_inputs_again(monkeypatch):
     assert not read_args(args_for()).refills_inputs
-    package = "tensorrt_llm._torch.pyexecutor"
-    resources, engine = (
-        ModuleType(f"{package}.{name}") for name in ("resource_manager", "model_engine")
-    )
-    vars(resources)["KVCacheManager"] = Streaming
-    monkeypatch.setitem(sys.modules, resources.__name__, resources)
+    stand_in(monkeypatch, RESOURCES, KVCacheManager=Streaming)
     assert read_args(args_for()).refills_inputs
     assert not read_args(args_for(disable_overlap_scheduler=True)).refills_inputs
-    vars(engine)["PyTorchModelEngine"] = type("", (), {"wait_for_input_copy": None})
-    monkeypatch.setitem(sys.modules, engine.__name__, engine)
-    assert not read_args(args_for()).refills_inputs
-    del sys.modules[engine.__name__]
+    with monkeypatch.context() as patch:
+        waits = type("", (), {"wait_for_input_copy": None})
+        engine = "tensorrt_llm._torch.pyexecutor.model_engine"
+        stand_in(patch, engine, PyTorchModelEngine=waits)
+        assert not read_args(args_for()).refills_inputs
     monkeypatch.setattr(Streaming, "_stage_block_offsets_for_copy", None, raising=False)
     assert not read_args(args_for()).refills_inputs
 
@@ -231,19 +233,15 @@ def test_adapters_that_replace_the_models_embeddings_are_known_by_their_bytes(
 # What the checkpoint says.
 
 
-def told(args: EngineArgs) -> tuple[int | None, bool | None, int | None]:
-    found = args.checkpoint
-    return found.num_layers, found.is_mla, found.latent_elems
-
-
 def test_a_model_named_on_the_hub_is_known_by_what_the_engine_fetched(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     fetched = tmp_path / "models--org--model" / "snapshots" / "v1"
     fetched.mkdir(parents=True)
     checkpoint(fetched, DEEPSEEK)
     args = read_args(args_for(model="org/model", revision="v1"))
-    assert (args.model, told(args)) == ("org/model", (4, True, 576))
-    assert told(read_args(args_for(model="org/model"))) == (None, None, None)
+    found = args.checkpoint
+    assert (args.model, found.num_layers, found.latent_elems) == ("org/model", 4, 576)
+    assert read_args(args_for(model="org/model")).checkpoint == CheckpointConfig()
 
 
 def test_what_the_engine_replaces_in_the_configuration_counts(tmp_path):

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ from kvray.engine.model_name import Adapters, fingerprints_dir
 from kvray.engine.shared_state import SharedState
 from kvray.identity.keys import chain_keys, request_seed
 from tests.examples import examples
-from tests.kit.connector import LLAMA, read_args, region_of
+from tests.kit.connector import LLAMA, read_args, region_of, stand_in
 
 READ_S = 30.0
 """How long a request waits here for its adapter to be read; an engine's does not wait for it."""
@@ -69,9 +69,7 @@ def keys(named: Named, root: Path) -> list[bytes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_name, "_WAIT_S", READ_S)
         if named.engine is not None:
-            package = ModuleType("tensorrt_llm")
-            vars(package)["__version__"] = named.engine
-            patch.setitem(sys.modules, "tensorrt_llm", package)
+            stand_in(patch, "tensorrt_llm", __version__=named.engine)
         engine = make_engine(named, root)
         engine.register(make_layout(named))
         known = Adapters(settings=engine.args.adapters, cache_dir=fingerprints_dir())

@@ -28,6 +28,13 @@ class Groups:
             self.ranks.append(GroupedEngine(parallel_config=parallel(rank), **spread))
         self.leader, *self.followers = self.ranks
 
+    def offered(self, tokens: list[int], num_tokens: int, **pages: int) -> GroupedRequest:
+        """Return a request that was offered so many tokens, and has its pages."""
+        request = GroupedRequest(2, tokens)
+        assert self.leader.query(request) == num_tokens
+        self.leader.give_pages(request, **pages)
+        return request
+
     def run(self, request: GroupedRequest, *, taken: int) -> ConnectorMeta:
         meta = self.leader.run(request, taken=taken)
         self._begin(meta)
@@ -69,21 +76,12 @@ def groups(
     nodes.wait_for_release()
 
 
-@pytest.fixture
-def engine(groups: Groups) -> GroupedEngine:
-    """The leader, whose ranks have stored the prompt."""
-    groups.store()
-    return groups.leader
-
-
 on_one_node = pytest.mark.parametrize("groups", [1], indirect=True, ids=["one node"])
 
 
 def test_what_every_group_needs_is_loaded_and_nothing_behind_a_window(groups):
     groups.store()
-    request = GroupedRequest(2, PROMPT)
-    assert groups.leader.query(request) == HIT
-    groups.leader.give_pages(request, window_from=6)
+    request = groups.offered(PROMPT, HIT, window_from=6)
     groups.run(request, taken=HIT)
     for one in groups.ranks:
         assert [one.has(request, block)[0] for block in range(9)] == [True] * 9
@@ -102,9 +100,7 @@ def test_a_prefix_counts_only_where_its_last_window_is_on_every_node(groups):
 @pytest.mark.parametrize("taken", [0, 1, 4, 8])
 def test_an_offer_that_is_taken_in_part_is_loaded_so_far(groups, taken):
     groups.store()
-    request = GroupedRequest(2, PROMPT)
-    assert groups.leader.query(request) == HIT
-    groups.leader.give_pages(request)
+    request = groups.offered(PROMPT, HIT)
     groups.run(request, taken=taken * BLOCK)
     for one in groups.ranks:
         assert all(all(one.has(request, block)) for block in range(max(0, taken - 3), 10))
@@ -115,21 +111,18 @@ def test_an_offer_that_is_taken_in_part_is_loaded_so_far(groups, taken):
 
 def test_a_part_of_an_offer_whose_window_is_not_there_stops_the_engine(groups):
     groups.store(window_from=7)
-    request = GroupedRequest(2, [*PROMPT, 1])
-    assert groups.leader.query(request) == 10 * BLOCK
-    groups.leader.give_pages(request)
+    request = groups.offered([*PROMPT, 1], 10 * BLOCK)
     with pytest.raises(LeaseExpired, match="last window"):
         groups.run(request, taken=6 * BLOCK)
 
 
 @on_one_node
-def test_a_promised_block_without_a_page_in_full_attention_stops_the_engine(engine):
-    request = GroupedRequest(2, PROMPT)
-    assert engine.query(request) == HIT
-    engine.give_pages(request)
+def test_a_promised_block_without_a_page_in_full_attention_stops_the_engine(groups):
+    groups.store()
+    request = groups.offered(PROMPT, HIT)
     request.full[3] = -1
     with pytest.raises(LayoutMismatch, match="8 of them"):
-        engine.run(request, taken=HIT)
+        groups.run(request, taken=HIT)
 
 
 @on_one_node
@@ -143,9 +136,7 @@ def test_what_is_counted_on_is_tried_for_until_a_stopped_process_with_the_lock_h
         waits.append(wait_s)
         return lease_for(arena, *args, wait_s=wait_s, **wanted)
 
-    request = GroupedRequest(2, PROMPT)
-    groups.leader.query(request)
-    groups.leader.give_pages(request)
+    request = groups.offered(PROMPT, HIT)
     monkeypatch.setattr(Arena, "lease_for", noted)
     groups.run(request, taken=4 * BLOCK)
     assert waits
@@ -155,17 +146,19 @@ def test_what_is_counted_on_is_tried_for_until_a_stopped_process_with_the_lock_h
 
 
 @on_one_node
-def test_a_corrupt_block_voids_an_offer_that_needs_whole_windows(engine):
-    tables = engine.arena.tables
-    (victim,) = ((tables.slot_part == 0) & (tables.slot_depth == 5)).nonzero()[0]
-    engine.arena.slot_bytes(int(victim))[0] ^= 1
-    assert engine.query(GroupedRequest(2, PROMPT)) == 0
+def test_a_corrupt_block_voids_an_offer_that_needs_whole_windows(groups):
+    groups.store()
+    arena = groups.leader.arena
+    (victim,) = ((arena.tables.slot_part == 0) & (arena.tables.slot_depth == 5)).nonzero()[0]
+    arena.slot_bytes(int(victim))[0] ^= 1
+    assert groups.leader.query(GroupedRequest(2, PROMPT)) == 0
 
 
 @on_one_node
-def test_a_cache_of_other_blocks_than_the_arguments_say_is_refused(engine):
-    engine.layout.tokens_per_block = 8
+def test_a_cache_of_other_blocks_than_the_arguments_say_is_refused(groups):
+    layout, register = groups.leader.layout, groups.leader.worker.register_kv_cache_layout
+    layout.tokens_per_block = 8
     with pytest.raises(ConfigError, match="8 tokens in a block"):
-        engine.worker.register_kv_cache_layout(engine.layout)
-    engine.layout.tokens_per_block = BLOCK
-    engine.worker.register_kv_cache_layout(engine.layout)
+        register(layout)
+    layout.tokens_per_block = BLOCK
+    register(layout)

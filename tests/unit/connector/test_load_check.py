@@ -253,16 +253,11 @@ CASES = [
     ("make_pair", "verified", "is_late", "outcome"), CASES, indirect=["make_pair", "verified"]
 )
 def test_a_flipped_byte_does_what_the_page_says(verified, is_late, outcome):
-    assert serve(verified, flip="late" if is_late else "first") == outcome
+    def flip() -> None:
+        flip_a_byte(verified.arena, depth=FLIPPED)
+
+    assert serve(verified, flip, is_late=is_late) == outcome
     assert verified.leased == 0
-
-
-@pytest.mark.parametrize("verified", ["always", "auto", "never"], indirect=True)
-def test_a_block_that_somebody_has_found_corrupt_is_not_promised(verified):
-    tables = verified.arena.tables
-    found = ((tables.slot_depth == FLIPPED) & (tables.slot_state == 2)).nonzero()[0]
-    verified.arena.quarantine(found)
-    assert serve(verified) == SHORTER
 
 
 def change_sizes(pair: Pair, *, is_consistent: bool) -> None:
@@ -280,17 +275,10 @@ def change_sizes(pair: Pair, *, is_consistent: bool) -> None:
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_flipped_bit_of_a_slabs_size_ends_no_engine_and_costs_no_block(verified, is_late):
-    request = Request(2, PROMPT)
-    if not is_late:
+    def change() -> None:
         change_sizes(verified, is_consistent=False)
-    assert verified.query(request) == HIT
-    if is_late:
-        change_sizes(verified, is_consistent=False)
-    verified.plan(request)
-    verified.worker.start_load_kv(None)
-    verified.check(request)
-    verified.compute(request)
-    verified.finish(request)
+
+    assert serve(verified, change, is_late=is_late) == WHOLE
 
 
 def test_blocks_of_another_size_than_the_engines_are_not_promised(verified):
@@ -299,17 +287,17 @@ def test_blocks_of_another_size_than_the_engines_are_not_promised(verified):
     assert verified.leased == 0
 
 
-def serve(pair: Pair, *, flip: str = "") -> str:
-    """Match and load PROMPT, with a byte flipped before the match or right before the load."""
-    if flip == "first":
-        flip_a_byte(pair.arena, depth=FLIPPED)
+def serve(pair: Pair, damage: Callable[[], None], *, is_late: bool) -> str:
+    """Match and load PROMPT, with damage done before the match or right before the load."""
     request = Request(2, PROMPT)
+    if not is_late:
+        damage()
     if (matched := pair.query(request)) < HIT:
         assert matched == FLIPPED * BLOCK
         pair.scheduler.request_finished(request, [])
         return SHORTER
-    if flip == "late":
-        flip_a_byte(pair.arena, depth=FLIPPED)
+    if is_late:
+        damage()
     pair.plan(request)
     try:
         pair.worker.start_load_kv(None)

@@ -4,7 +4,7 @@ import gc
 import subprocess
 import sys
 import weakref
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import kvray.connector
 from kvray.connector import KvRayWorker
 from kvray.connector.start import REPLACING, config_path_of, watch_weights
 from kvray.errors import ConfigError, LayoutMismatch
-from tests.kit.connector import BLOCK, HIT, PROMPT, Pair, Request, args_for
+from tests.kit.connector import BLOCK, HIT, PROMPT, Pair, Request, args_for, stand_in
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 
@@ -151,10 +151,8 @@ def replacing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     def called(self: object, *args: object, **options: object) -> tuple[object, ...]:
         return (*args, *options.values())
 
-    module = ModuleType(module_name)
     found = type(owner, (), {method: called})
-    setattr(module, owner, found)
-    monkeypatch.setitem(sys.modules, module_name, module)
+    stand_in(monkeypatch, module_name, **{owner: found})
     return found, method
 
 
@@ -179,8 +177,6 @@ def test_an_engine_that_is_gone_is_not_kept(replacing):
 
 def test_without_these_methods_there_is_nothing_to_watch(monkeypatch):
     for module, owner, _ in REPLACING:
-        made = ModuleType(module)
-        setattr(made, owner, type(owner, (), {}))
-        monkeypatch.setitem(sys.modules, module, made)
+        stand_in(monkeypatch, module, **{owner: type(owner, (), {})})
     engine: Any = Engine()
     watch_weights(engine)

@@ -42,16 +42,6 @@ def test_a_fingerprint_is_the_golden_one_and_follows_its_written_format(checkpoi
 # What must not play a part.
 
 
-def test_links_into_a_store_of_blobs_are_followed(checkpoint, tmp_path):
-    snapshot, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    for number, path in enumerate(sorted(checkpoint.iterdir())):
-        shutil.copy(path, blobs / str(number))
-        (snapshot / path.name).symlink_to(Path("../../blobs") / str(number))
-    assert of(snapshot) == of(checkpoint)
-
-
 def test_the_order_in_which_files_were_made_plays_no_part(tmp_path):
     parts = {"a__bin": b"1", "b__bin": b"2"}
     there = write_checkpoint(tmp_path / "there", **parts)

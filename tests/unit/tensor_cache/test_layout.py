@@ -152,16 +152,9 @@ def read(tokens: Any, mask: Any = None) -> MaskedPrompt:
 
 
 def test_full_blocks_have_keys_and_the_tail_has_none():
-    assert read(TOKENS).keys == chain_keys(TOKENS, tokens_per_block=4, seed=SEED)
+    for tokens in (TOKENS, torch.tensor(TOKENS)):
+        assert read(tokens).keys == chain_keys(TOKENS, tokens_per_block=4, seed=SEED)
     assert read(TOKENS).num_blocks == 2
-
-
-@pytest.mark.parametrize(
-    "tokens",
-    [TOKENS, tuple(TOKENS), torch.arange(10), torch.arange(10, dtype=torch.int16), np.arange(10)],
-)
-def test_lists_arrays_and_tensors_of_equal_tokens_have_equal_keys(tokens):
-    assert read(tokens) == read(TOKENS)
 
 
 @pytest.mark.parametrize("kind", [torch.tensor, np.array, list])
@@ -189,11 +182,3 @@ def test_a_mask_that_leaves_out_all_full_blocks_and_an_empty_one_ask_for_none():
 def test_a_mask_that_is_no_suffix_of_blocks_is_refused(mask, sentence):
     with pytest.raises(ConfigError, match=sentence):
         read(TOKENS, mask)
-
-
-@pytest.mark.parametrize(
-    "tokens", ["text", [1.5, 2.0], ["a"], torch.ones(8), torch.ones(1, 8).int(), [2**31], None]
-)
-def test_tokens_that_are_no_integers_are_refused(tokens):
-    with pytest.raises(ConfigError, match=r"Tokens must be|does not fit"):
-        read(tokens)

@@ -11,7 +11,7 @@ from kvray.config import load_config
 from kvray.engine.shared_state import shared_state_for
 from kvray.identity.keys import chain_keys, request_seed
 from tests.kit.apart import BLOCK, Apart
-from tests.kit.connector import HIT, PROMPT
+from tests.kit.connector import HIT, PROMPT, stand_in
 from tests.unit.vllm.test_scheduling import ROOM, VLLM, asked, new, nothing, offered, taken
 from tests.waiting import wait_for
 
@@ -42,18 +42,20 @@ class Removed:
 @pytest.fixture
 def vllm(scheduling: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Stand-ins of what is imported for events; a hash of vLLM's is a number here."""
-    events: Any = ModuleType("vllm.distributed.kv_events")
-    events.MEDIUM_CPU, events.BlockStored, events.BlockRemoved = "CPU", Stored, Removed
-    utils: Any = ModuleType("vllm.v1.core.kv_cache_utils")
-    utils.maybe_convert_block_hash = lambda block_hash: f"told {block_hash}"
-    utils.generate_block_hash_extra_keys = lambda request, start, end, _: (
-        (("salt", request.cache_salt),) if request.cache_salt and not start else None,
-        0,
+
+    def extra_keys(request: Any, start: int, *_: Any) -> tuple[Any, int]:
+        return (("salt", request.cache_salt),) if request.cache_salt and not start else None, 0
+
+    utils = stand_in(
+        monkeypatch,
+        "vllm.v1.core.kv_cache_utils",
+        maybe_convert_block_hash=lambda block_hash: f"told {block_hash}",
+        generate_block_hash_extra_keys=extra_keys,
     )
-    core: Any = ModuleType("vllm.v1.core")
-    core.kv_cache_utils = utils
-    for module in (events, ModuleType("vllm.v1"), core, utils):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    events = {"MEDIUM_CPU": "CPU", "BlockStored": Stored, "BlockRemoved": Removed}
+    stand_in(monkeypatch, "vllm.distributed.kv_events", **events)
+    stand_in(monkeypatch, "vllm.v1")
+    stand_in(monkeypatch, "vllm.v1.core", kv_cache_utils=utils)
     return scheduling
 
 
