@@ -16,8 +16,9 @@ import pytest
 from kvray.actors.shard.shard import Shard
 from kvray.store import Arena
 from kvray.store.arena.layout import READY
+from tests.kit.tier import Tier
 from tests.unit.actors.small_shard import open_arena
-from tests.unit.connector.conftest import environment, start_shard
+from tests.unit.connector.conftest import environment
 from tests.vllm.lives import Life, Tally, spawn, tally_in, write_model
 
 __all__ = ["environment"]
@@ -47,9 +48,9 @@ def tier(environment: dict[str, str], disk: Path) -> Iterator[Shard]:
         "KVRAY_NVME__ADMISSION": "all",
         "KVRAY_NVME__HIGH_WATERMARK": "0.5",
     }
-    made = start_shard()
-    yield made
-    made.stop(retire=True, timeout_s=10)
+    made = Tier()
+    yield made.shard
+    made.stop()
 
 
 @pytest.fixture(scope="module")

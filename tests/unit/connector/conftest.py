@@ -26,10 +26,6 @@ def environment() -> Iterator[dict[str, str]]:
         yield variables
 
 
-def start_shard() -> Shard:
-    return Tier().shard
-
-
 @pytest.fixture(scope="module")
 def running_shard(environment: dict[str, str]) -> Iterator[Shard]:
     tier = Tier()

@@ -43,6 +43,9 @@ def test_a_plain_request_has_neither_salt_nor_adapter_nor_media():
     assert identity_of() == Identity(salt=None, lora=None, media=())
     assert identity_of(lora_task_id=None, multimodal_hashes=[], cache_salt_id=None) == identity_of()
     assert identity_of(position_ids=[], encoder_tokens=[], py_multimodal_data={}) == identity_of()
+    assert identity_of(mrope_position_deltas=0) == identity_of()
+    for config in ({}, {"mrope_position_ids": torch.arange(6).expand(3, 1, -1)}):
+        assert identity_of(py_multimodal_data={"mrope_config": config}) == identity_of()
 
 
 def test_the_salt_itself_is_preferred_to_its_number():
@@ -101,13 +104,6 @@ def test_a_digest_of_another_form_is_none_that_we_know(words):
         identity_of(multimodal_hashes=[words], multimodal_positions=[4])
 
 
-def test_a_prompt_of_text_for_a_model_that_sees_is_a_prompt_of_text():
-    for config in ({}, {"mrope_position_ids": torch.arange(6).expand(3, 1, -1)}):
-        assert identity_of(py_multimodal_data={"mrope_config": config}) == identity_of()
-    assert identity_of(py_multimodal_data={}) == identity_of()
-    assert identity_of(mrope_position_deltas=0) == identity_of()
-
-
 def test_media_may_have_their_content_beside_their_digests():
     data = {"image": object(), "multimodal_embedding": object(), "mrope_config": {}}
     fields = {"multimodal_positions": [4, 8], "mrope_position_deltas": -3}
@@ -143,9 +139,10 @@ def test_an_object_that_has_every_attribute_has_what_nobody_can_tell():
     "fields",
     [
         {"multimodal_hashes": HASHES},
-        {"multimodal_hashes": HASHES, "multimodal_positions": []},
-        {"multimodal_hashes": HASHES, "multimodal_positions": [4]},
-        {"multimodal_hashes": HASHES, "multimodal_positions": [-4, 4]},
+        *(
+            {"multimodal_hashes": HASHES, "multimodal_positions": positions}
+            for positions in ([], [4], [-4, 4], [4.0, 8.0], [True, 8])
+        ),
         {"multimodal_hashes": HASHES, "multimodal_positions": [4, 64], "prompt_len": 64},
         {**PLACED, "multimodal_lengths": [4]},
         {"multimodal_hashes": HASHES, "multimodal_item_runs": [[(1, 1, [])], []]},
@@ -170,8 +167,7 @@ def test_an_object_that_has_every_attribute_has_what_nobody_can_tell():
         {**PLACED, "py_multimodal_data": object()},
         {**PLACED, "multimodal_taste": object()},
         {"py_multimodal_taste": 0},
-        {"mrope_position_deltas": 3},
-        {"mrope_position_deltas": False},
+        *({"mrope_position_deltas": turns} for turns in (3, False)),
         {"is_generation_only_request": True},
         {"prompt_vocab_size": 8},
         {"input_token_extra_ids": [1, 2]},
@@ -180,22 +176,15 @@ def test_an_object_that_has_every_attribute_has_what_nobody_can_tell():
         {"language_adapter_uid": 0},
         {"encoder_tokens": [1]},
         {"try_get_encoder_output_len": lambda: 5},
-        {"lora_task_id": -1, "py_lora_path": "/adapters/a"},
-        {"cache_salt": 5},
-        {"cache_salt_id": "5"},
         {"cache_salt": "a", "cache_salt_id": object()},
+        *({"cache_salt": salt} for salt in (5, 1.5, [])),
+        *({"cache_salt_id": number} for number in ("5", True)),
         {"py_lora_path": "/adapters/a"},
-        {"lora_task_id": "3", "py_lora_path": "/adapters/a"},
-        {"lora_task_id": True, "py_lora_path": "/adapters/a"},
         {"lora_task_id": 3, "py_lora_path": b"/adapters/a"},
+        *({"lora_task_id": one, "py_lora_path": "/adapters/a"} for one in (-1, "3", True)),
         {"lora_task_id": []},
-        {"cache_salt": []},
-        {"cache_salt": 1.5},
-        {"cache_salt_id": True},
         {"multimodal_hashes": {}},
         {"py_multimodal_data": []},
-        {"multimodal_hashes": HASHES, "multimodal_positions": [4.0, 8.0]},
-        {"multimodal_hashes": HASHES, "multimodal_positions": [True, 8]},
         {**PLACED, "multimodal_lengths": [-4, 4]},
         {**PLACED, "multimodal_item_runs": [[object()], [object()]]},
         *(

@@ -23,7 +23,10 @@ def tier(shard: None) -> Iterator[Tier]:
     made.stop()
 
 
-def test_an_engine_joins_a_tier_that_comes_and_the_next_and_a_restart_is_not_noticed(pair, caplog):
+def test_an_engine_joins_a_tier_that_comes_and_the_next_and_a_restart_is_not_noticed(
+    make_pair, caplog
+):
+    pair = make_pair()
     assert pair.serve(Request(1, PROMPT)) == 0
     assert pair.totals["miss_tokens_store_down"] == HIT
     assert "goes on without" in caplog.text

@@ -17,19 +17,14 @@ from tests.kit.connector import BLOCK, HIT, NUM_BLOCKS, PROMPT, Request, args_fo
 from tests.kit.devices import HostDevice
 
 
-def test_loads_are_done_once_a_metadata_and_leases_released_once(warm):
-    request = Request(2, PROMPT)
+def test_metadata_that_stays_bound_loads_and_saves_nothing_again(warm):
+    request = Request(2, [*PROMPT, *range(30)])
     warm.begin(request)
     assert warm.leased == 0
     warm.pool[request.block_ids] = 5.0
     warm.worker.start_load_kv(None)
     assert (warm.pool[request.block_ids] == 5.0).all()
-    assert warm.totals["loaded_blocks"] == 9
-
-
-def test_metadata_that_stays_bound_saves_nothing_again(warm):
-    request = Request(2, list(range(30)))
-    warm.begin(request)
+    assert warm.totals["loaded_blocks"] == 10
     warm.compute(request)
     before = dict(warm.totals)
     warm.worker.start_load_kv(None)

@@ -155,44 +155,30 @@ def test_without_a_tier_nothing_is_stored_or_found_and_it_says_so_once(
     assert "no tier" in warning(caplog)
 
 
-@pytest.fixture
-def own_cache(
-    make_cache: MakeCache, own_config: KVRayConfig, own_shards: list[Shard]
-) -> TensorCache:
-    """A cache with TOKENS stored, on a shard that no other test uses."""
-    own_shards.append(start_shard(own_config))
-    cache = make_cache(own_config)
-    assert cache.store(TOKENS, BLOB) == len(TOKENS)
-    return cache
-
-
-def test_a_cache_works_once_a_tier_appears_and_once_it_is_replaced(
+def test_a_cache_joins_a_tier_that_comes_and_the_next_and_does_not_notice_a_restart(
     make_cache, own_config, own_shards
 ):
     cache = make_cache(own_config)
     for _ in range(2):
         assert cache.store(TOKENS, BLOB) == 0
         assert cache.retrieve(TOKENS)[0] == ()
-        shard = start_shard(own_config)
-        own_shards.append(shard)
+        own_shards.append(start_shard(own_config))
         wait_for(lambda: cache.store(TOKENS, BLOB) > 0)
+        own_shards[-1].stop(retire=False, timeout_s=10)
+        assert_same(cache.retrieve(TOKENS)[0], BLOB)
+        own_shards.append(start_shard(own_config))
         assert_same(cache.retrieve(TOKENS)[0], BLOB)
         wait_for(lambda: [r["replica"] for r in own_shards[-1].status()["replicas"]] == ["test"])
-        shard.stop(retire=True, timeout_s=10)
-
-
-def test_what_was_stored_outlives_a_shard_that_is_started_again(own_cache, own_config, own_shards):
-    own_shards[0].stop(retire=False, timeout_s=10)
-    assert_same(own_cache.retrieve(TOKENS)[0], BLOB)
-    own_shards.append(start_shard(own_config))
-    assert_same(own_cache.retrieve(TOKENS)[0], BLOB)
+        own_shards[-1].stop(retire=True, timeout_s=10)
 
 
 @pytest.mark.parametrize("call", ["read_valid", "write"])
 def test_an_arena_given_up_during_a_call_makes_a_miss_and_stores_nothing(
-    own_cache, own_shards, call, monkeypatch
+    make_cache, own_config, own_shards, call, monkeypatch
 ):
-    copy = getattr(Arena, call)
+    own_shards.append(start_shard(own_config))
+    cache, copy = make_cache(own_config), getattr(Arena, call)
+    assert cache.store(TOKENS, BLOB) == len(TOKENS)
 
     def interrupted(arena: Arena, *args: Any, **kwargs: Any) -> Any:
         own_shards[0].stop(retire=True, timeout_s=10)
@@ -201,8 +187,8 @@ def test_an_arena_given_up_during_a_call_makes_a_miss_and_stores_nothing(
 
     monkeypatch.setattr(Arena, call, interrupted)
     if call == "write":
-        own_cache.store(prompt(1), blob(1))
-    assert_finds(own_cache, prompt(1) if call == "write" else TOKENS, BLOB, 0)
+        cache.store(prompt(1), blob(1))
+    assert_finds(cache, prompt(1) if call == "write" else TOKENS, BLOB, 0)
 
 
 def test_a_forked_child_of_a_cache_is_told_to_make_its_own(stored):

@@ -36,6 +36,14 @@ def half(stored: Apart, scheduling: Any) -> Iterator["SchedulingHalf"]:
     made.close()
 
 
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which stands still."""
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
 def asked(name: str) -> SimpleNamespace:
     return request_of(request_id=name, prompt_token_ids=PROMPT, all_token_ids=PROMPT)
 
@@ -191,9 +199,7 @@ def test_what_vllm_has_lost_of_its_own_before_a_hold_is_held_as_well(half):
     assert half._holds.room == ROOM
 
 
-def test_a_request_whose_own_blocks_go_again_and_again_is_computed_at_last(half, monkeypatch):
-    now = [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+def test_a_request_whose_own_blocks_go_again_and_again_is_computed_at_last(half, now):
     request = asked("a")
     assert half.match(request, 2 * BLOCK) is None
     now[0] += 60
@@ -215,9 +221,7 @@ def test_no_more_is_held_than_the_ranks_have_memory_for(half):
     assert offered(half, asked("a")) == 4 * BLOCK
 
 
-def test_a_request_waits_for_memory_for_a_bounded_time(half, monkeypatch):
-    now = [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+def test_a_request_waits_for_memory_for_a_bounded_time(half, now):
     half._holds = Holds(num_ranks=1, num_blocks=HIT // BLOCK)
     first, second = asked("a"), asked("b")
     assert offered(half, first) == HIT
@@ -231,10 +235,8 @@ def test_a_request_waits_for_memory_for_a_bounded_time(half, monkeypatch):
 
 
 def test_requests_that_come_at_once_wait_for_memory_while_computing_would_take_longer(
-    half, monkeypatch
+    half, now, monkeypatch
 ):
-    now = [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(PrefillRate, "tokens_per_s", HIT / 2.0)
     half._holds = Holds(num_ranks=1, num_blocks=HIT // BLOCK)
     waiting, hits = [asked(name) for name in "abcdefgh"], []
@@ -252,9 +254,7 @@ def test_requests_that_come_at_once_wait_for_memory_while_computing_would_take_l
     assert hits == [HIT] * 8
 
 
-def test_a_rank_that_does_not_answer_costs_a_hit_and_no_request(half, monkeypatch):
-    now = [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+def test_a_rank_that_does_not_answer_costs_a_hit_and_no_request(half, now):
     request = asked("a")
     assert half.match(request, 0) is None
     hold = told(half)
