@@ -12,19 +12,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 import kvray
+from examples import tensor_cache as example_program
 from kvray.actors.shard.shard import Shard
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError, LayoutMismatch
-from kvray.tensor_cache import KV, TensorCache, TensorMetadata
+from kvray.tensor_cache import TensorCache, TensorMetadata
 from tests.examples import examples
-from tests.unit.tensor_cache.conftest import MakeCache
 from tests.unit.tensor_cache.kv import (
     BLOB,
     BLOCK,
-    INTEGERS,
     METADATA,
     TOKENS,
     VLLM,
@@ -246,8 +245,8 @@ def test_threads_that_ask_at_once_get_one_cache(create):
 
 # -- past_key_values of a model -----------------------------------------------------------------
 
-CONFIG = LlamaConfig(
-    vocab_size=128,
+SMALL = LlamaConfig(
+    vocab_size=256,
     hidden_size=32,
     intermediate_size=64,
     num_hidden_layers=3,
@@ -255,63 +254,18 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
     initializer_range=0.2,
 )
-PROMPT = [(7 * index * index + 3 * index) % 128 for index in range(5 * BLOCK + 3)]
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def model(request: pytest.FixtureRequest) -> Any:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(CONFIG).to(request.param).eval()
+def test_a_model_goes_on_from_retrieved_blocks_as_from_its_own(config, monkeypatch):
+    monkeypatch.setattr(example_program, "TINY", SMALL)
+    first, second = (example_program.answer(config, None) for _ in range(2))
+    assert (first.hit_tokens, second.hit_tokens) == (0, (first.prompt_tokens - 1) // 32 * 32)
+    assert first.tokens == second.tokens
 
 
-@pytest.fixture
-def of_model(model: Any, make_cache: MakeCache) -> TensorCache:
-    """A cache of that model."""
-    return make_cache(
-        model="tiny-llama",
-        dtype=model.dtype,
-        num_layers=CONFIG.num_hidden_layers,
-        num_kv_heads=CONFIG.num_key_value_heads,
-        head_size=CONFIG.head_dim,
-    )
-
-
-@torch.no_grad()
-def prefill(model: Any, tokens: list[int]) -> Any:
-    return model(torch.tensor([tokens]), use_cache=True).past_key_values
-
-
-def to_pairs(past: Any) -> KV:
-    return tuple((layer.keys[0], layer.values[0]) for layer in past.layers)
-
-
-@torch.no_grad()
-def continue_greedily(model: Any, past: Any, tokens: list[int], count: int) -> list[int]:
-    """Return the next tokens after `tokens`, of which `past` has the first ones."""
-    answer: list[int] = []
-    rest = tokens[past.get_seq_length() :]
-    for _ in range(count):
-        logits = model(torch.tensor([rest]), past_key_values=past, use_cache=True).logits
-        rest = [int(logits[0, -1].argmax())]
-        answer += rest
-    return answer
-
-
-def test_generation_goes_on_from_retrieved_blocks_as_from_its_own(model, of_model):
-    head = PROMPT[: 5 * BLOCK]
-    past = prefill(model, head)
-    of_model.store(head, to_pairs(past))
-    expected = continue_greedily(model, past, PROMPT, 12)
-    kv, _ = of_model.retrieve(PROMPT)
-    retrieved = DynamicCache()
-    for index, (keys, values) in enumerate(kv):
-        retrieved.update(keys[None], values[None], index)
-    assert continue_greedily(model, retrieved, PROMPT, 12) == expected
-
-
-def test_a_past_as_it_is_is_refused_with_the_fix(model, of_model):
+def test_a_past_as_it_is_is_refused_with_the_fix(cache):
     with pytest.raises(LayoutMismatch, match="holds 3 things; give a pair"):
-        of_model.store(PROMPT, prefill(model, PROMPT))
+        cache.store(TOKENS, example_program.to_past(pairs(BLOB)))
 
 
 # -- random prompts that share prefixes: what is retrieved is what was stored -------------------
@@ -320,13 +274,14 @@ def test_a_past_as_it_is_is_refused_with_the_fix(model, of_model):
 def true_kv(tokens: list[int], metadata: TensorMetadata) -> torch.Tensor:
     """Return a stand-in for a model's KV: each token's depends on all tokens up to it."""
     rows, state = [], 1
+    size = metadata.head_size * metadata.dtype.itemsize
+    shape = (metadata.num_layers, 2, metadata.num_kv_heads, size)
     for token in tokens:
         state = (state * 6364136223846793005 + token + 1442695040888963407) % 2**63
         generator = torch.Generator().manual_seed(state)
-        shape = (metadata.num_layers, 2, metadata.num_kv_heads, metadata.head_size)
-        bits = INTEGERS[metadata.dtype.itemsize]
-        rows.append(torch.randint(-(2**15), 2**15, shape, dtype=bits, generator=generator))
-    by_head = torch.stack(rows, dim=3) if rows else torch.empty(3, 2, 2, 0, 8, dtype=torch.int32)
+        rows.append(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator))
+    none = torch.empty((*shape[:-1], 0, shape[-1]), dtype=torch.uint8)
+    by_head = torch.stack(rows, dim=3) if rows else none
     in_layout = by_head if metadata.layout == "huggingface" else by_head.transpose(2, 3)
     return in_layout.contiguous().view(metadata.dtype)
 
@@ -345,11 +300,19 @@ STORES = st.lists(
 
 
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(stores=STORES, layout=st.sampled_from(["huggingface", "vllm"]))
-@example([([0, 0], 0, 0, True), ([0, 0, 1], 0, 1, False), ([0, 0, 1, 0], 2, 3, True)], "vllm")
-def test_retrieve_returns_what_was_stored_for_lookup_tokens(config, shard, stores, layout):
+@given(
+    stores=STORES,
+    layout=st.sampled_from(["huggingface", "vllm"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e5m2]),
+)
+@example(
+    [([0, 0], 0, 0, True), ([0, 0, 1], 0, 1, False), ([0, 0, 1, 0], 2, 3, True)],
+    "vllm",
+    torch.bfloat16,
+)
+def test_retrieve_returns_what_was_stored_for_lookup_tokens(config, shard, stores, layout, dtype):
     shard.clear(10)
-    with TensorCache(config, changed(METADATA, layout=layout)) as cache:
+    with TensorCache(config, changed(METADATA, layout=layout, dtype=dtype)) as cache:
         held: set[tuple[int, ...]] = set()  # the full-block prefixes that must be found
         for blocks, num_more, num_masked, blocking in stores:
             tokens, first = tokens_of(blocks, num_more), min(num_masked, len(blocks)) * BLOCK
