@@ -26,20 +26,17 @@ def test_a_block_of_which_the_engine_has_a_part_is_loaded_from_its_start(warm):
     assert totals["miss_tokens_unaligned"] == 0
 
 
-def test_an_offer_in_mid_block_that_is_not_taken_loads_nothing(warm):
-    """It is one token, by which the engine steps back inside the block that it has a part of."""
+@pytest.mark.parametrize("comes_later", [False, True])
+@pytest.mark.parametrize("computed", [BLOCK + 1, HIT - 1])
+def test_an_offer_in_mid_block_that_is_not_taken_loads_nothing(warm, computed, comes_later):
+    """If it is one token, the engine steps back inside the block that it has a part of."""
     request = Request(2, PROMPT)
-    assert warm.query(request, HIT - 1) == 1
-    assert warm.plan(request, HIT - 1, accepted=False).loads == ()
+    assert warm.query(request, computed) == HIT - computed
+    if comes_later:  # without its offer
+        warm.scheduler.build_connector_meta(SchedulerOutput())
+        request.matched = 0
+    assert warm.plan(request, computed, accepted=False).loads == ()
     assert warm.leased == 0
-
-
-def test_one_in_mid_block_that_comes_back_later_without_its_offer_goes_on(warm):
-    request = Request(2, PROMPT)
-    assert warm.query(request, BLOCK + 1) > 0
-    warm.scheduler.build_connector_meta(SchedulerOutput())
-    request.matched = 0
-    assert warm.plan(request, BLOCK + 1).loads == ()
 
 
 @pytest.mark.parametrize(

@@ -126,14 +126,15 @@ def test_replicas_share_no_blocks_if_the_cpu_of_one_packs_them_otherwise(schedul
     assert _device(SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"))) == "cuda"
 
 
-def test_what_vllm_takes_is_loaded(half):
+def test_what_vllm_takes_is_loaded_and_after_a_preemption_is_no_hit_of_the_answer(half):
     request = asked("a")
-    assert offered(half, request) == HIT
-    passed = taken(half, request, HIT)
-    (load,) = passed.loads
-    assert (load.skip, load.pages.ids().tolist()) == (0, list(range(HIT // BLOCK)))
-    assert passed.meta.loads == passed.drops == ()
-    assert half._holds.room == ROOM
+    for _ in range(4):
+        assert offered(half, request) == HIT
+        passed = taken(half, request, HIT)
+        (load,) = passed.loads
+        assert (load.skip, load.pages.ids().tolist()) == (0, list(range(HIT // BLOCK)))
+        assert passed.meta.loads == passed.drops == ()
+        assert half._holds.room == ROOM
     assert half.finish("a") == (False, HIT)
 
 
@@ -206,14 +207,6 @@ def test_a_request_whose_own_blocks_go_again_and_again_is_computed_at_last(half,
     answer(half, told(half))
     assert half.match(request, BLOCK) == 0
     assert taken(half, request, 0, BLOCK).drops == (0,)
-
-
-def test_what_is_loaded_after_a_preemption_is_no_hit_of_the_answer(half):
-    request = asked("a")
-    for _ in range(4):
-        assert offered(half, request) == HIT
-        taken(half, request, HIT)
-    assert half.finish("a") == (False, HIT)
 
 
 def test_no_more_is_held_than_the_ranks_have_memory_for(half):
