@@ -3,13 +3,11 @@
 import pytest
 
 from tests.kv_subscriber import KvSubscriber
-from tests.vllm.witness import BLOCK, events_at
+from tests.vllm.witness import BLOCK, HIT, LENGTH, events_at
 
 pytestmark = [pytest.mark.ray]
 
 ENGINES = ["telling", "uncached"]
-
-LENGTH = 20 * BLOCK + 9
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +18,7 @@ def heard(witness):
 
 def blocks_of(prompt: list[int]) -> set[tuple[int, ...]]:
     """Return the tokens of the 20 whole blocks of a prompt."""
-    return {tuple(prompt[at : at + BLOCK]) for at in range(0, 20 * BLOCK, BLOCK)}
+    return {tuple(prompt[at : at + BLOCK]) for at in range(0, HIT, BLOCK)}
 
 
 def near(heard) -> set[tuple[int, ...]]:
@@ -49,7 +47,7 @@ def test_a_block_that_another_engine_stored_is_told_when_it_is_loaded(witness, h
     prompt = witness.prompt(1, LENGTH)
     witness.ask("uncached", [prompt])
     (warm,) = witness.ask("telling", [prompt], max_tokens=8)
-    assert warm.hit_tokens == 20 * BLOCK
+    assert warm.hit_tokens == HIT
     flush(witness, heard, lambda heard: blocks_of(prompt) <= near(heard))
 
 

@@ -7,15 +7,12 @@ import pytest
 
 from kvray.errors import KVRayError
 from kvray.store.arena.layout import READY
-from tests.vllm.witness import BLOCK, stop
+from tests.vllm.witness import HIT, LENGTH, stop
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.ray]
 
 ENGINES = ["first", "uncached", "chunked"]
-
-LENGTH = 20 * BLOCK + 9
-HIT = 20 * BLOCK
 
 
 def test_a_corrupt_block_is_never_promised(witness):

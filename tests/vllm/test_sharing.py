@@ -2,15 +2,11 @@
 
 import pytest
 
-from tests.vllm.witness import BLOCK
+from tests.vllm.witness import BLOCK, HIT, LENGTH
 
 pytestmark = [pytest.mark.ray]
 
 ENGINES = ["first", "uncached", "far"]
-
-LENGTH = 20 * BLOCK + 9
-HIT = 20 * BLOCK
-"""What an engine loads of a prompt of that length which another has computed."""
 
 
 def test_another_engine_of_the_node_loads_what_one_has_computed(witness):

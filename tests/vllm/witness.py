@@ -17,6 +17,9 @@ from kvray.reference.tokenizer import load_tokenizer
 from tests.kit.ray.cluster import TwoNodes
 
 BLOCK = 32
+LENGTH = 20 * BLOCK + 9
+HIT = 20 * BLOCK
+"""What an engine loads of a prompt of that length which another has computed."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "arena": {"capacity": "512MiB", "slab": "64MiB", "lock_wait_s": 0.2},
     "connector": {"model_key": "smollm2", "stage_wait_s": 5.0},
