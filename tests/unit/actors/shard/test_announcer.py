@@ -22,7 +22,7 @@ from kvray.store.arena.eviction import choose_victims
 from kvray.store.nvme import NvmeStore
 from tests.examples import examples
 from tests.unit.store.nvme.small_store import demote, open_store
-from tests.unit.store.small_arena import NOBODY, chain, make_arena, store
+from tests.unit.store.small_arena import NOBODY, PLACE, chain, make_arena, store
 from tests.waiting import wait_for
 
 MOST = 1000
@@ -111,8 +111,9 @@ def announcer(tier: Tier) -> Announcer:
     return tier.announcers["a"]
 
 
-def test_what_is_committed_and_evicted_is_announced(tier, arena):
+def test_what_is_committed_and_evicted_is_announced_and_what_is_reserved_is_not(tier, arena):
     keys = chain(5)
+    arena.reserve(chain(3, seed="reserved"), **PLACE)
     tier.see(arena)
     store(arena, keys)
     tier.see(arena)
@@ -121,12 +122,6 @@ def test_what_is_committed_and_evicted_is_announced(tier, arena):
     tier.see(arena)
     assert (tier.matched(keys), len(tier.lookups[0].index)) == (0, 0)
     assert tier.sizes() == [(True, 0), (False, 5), (False, 5)]
-
-
-def test_what_is_only_reserved_is_not_announced(tier, arena):
-    arena.reserve(chain(3), parent=None, depth=0, part=0, block_bytes=4096)
-    tier.see(arena)
-    assert tier.matched(chain(3)) == 0
 
 
 @pytest.mark.parametrize("is_back", [False, True], ids=["given to others", "and stored again"])
@@ -152,6 +147,10 @@ def test_what_leaves_memory_and_then_an_unseen_disk_is_announced_as_gone(tier, a
     owner.clear()
     tier.see(arena, below)
     assert tier.matched(keys) == 5, "the disk has them"
+    assert owner.history.counts() == {"cleared": 5}
+    tier.restart()
+    tier.follow()
+    assert tier.matched(keys) == 5, "and they are listed"
     below.evict(np.arange(below.geometry.num_slots))
 
     def are_gone() -> bool:
@@ -159,20 +158,6 @@ def test_what_leaves_memory_and_then_an_unseen_disk_is_announced_as_gone(tier, a
         return tier.matched(keys) == 0
 
     wait_for(are_gone, "the next look at the disk")
-    below.close()
-
-
-def test_what_leaves_memory_for_an_unseen_disk_has_not_left_it(tier, announcer, arena, tmp_path):
-    below = open_store(tmp_path / "nvme")
-    owner, keys = ArenaOwner(arena), chain(5)
-    store(arena, keys)
-    announcer.collect(owner, below)
-    demote(below, keys)
-    owner.clear()
-    announcer.collect(owner, below)
-    tier.follow()
-    assert tier.matched(keys) == 5
-    assert owner.history.counts() == {"cleared": 5}
     below.close()
 
 
@@ -199,17 +184,10 @@ def test_another_arena_is_listed_in_place_of_the_one_before(tier, arena):
     assert (tier.matched(gone), tier.matched(kept)) == (0, 3)
 
 
-def test_an_absurd_part_keeps_nothing_else_from_being_announced(tier, arena):
-    absurd = chain(1, seed="absurd")
-    made = arena.reserve(absurd, parent=None, depth=0, part=2**31 - 1, block_bytes=4096)
+def test_all_parts_of_a_block_are_announced_but_for_an_absurd_one(tier, arena):
+    absurd: dict[str, Any] = PLACE | {"part": 2**31 - 1}
+    made = arena.reserve(chain(1, seed="absurd"), **absurd)
     assert arena.commit(made, np.zeros(1, dtype="<u8"))
-    keys = chain(2)
-    store(arena, keys)
-    tier.see(arena)
-    assert tier.matched(keys) == 2
-
-
-def test_two_parts_of_a_block_are_announced_both(tier, arena):
     keys: list[BlockKey] = chain(3)
     store(arena, keys, part=0)
     store(arena, keys[:2], part=1)
@@ -333,9 +311,8 @@ def test_a_chain_is_announced_to_one_partition_and_removed_there(tier, arena):
 @two
 def test_a_block_whose_chain_is_not_known_is_found_and_removed_in_every_partition(tier, arena):
     keys = chain_of(1)
-    made = arena.reserve(
-        keys[1:], parent=keys[0], depth=1, part=0, block_bytes=4096, needs_parent=False
-    )
+    below: dict[str, Any] = PLACE | {"parent": keys[0], "depth": 1}
+    made = arena.reserve(keys[1:], **below, needs_parent=False)
     assert arena.commit(made, np.zeros(2, dtype="<u8"))
     tier.see(arena)
     assert matched(tier, keys[1:]) == [2, 2]

@@ -35,19 +35,19 @@ def test_every_full_block_has_the_key_that_its_engine_gives_it(num_tokens):
     assert (keys, len(keys)) == (of_the_connector(TOKENS[:num_tokens]), num_tokens // 32)
 
 
-@pytest.mark.parametrize("salt", ["tenant", 7])
-def test_a_salt_enters(salt):
-    keys = prompt_keys(READER, packed(TOKENS), salt=salt)
-    assert keys == of_the_connector(TOKENS, salt=salt)
-    assert keys != of_the_connector(TOKENS)
-
-
-def test_media_enter():
-    media = (MediaItem(position=40, digest=b"image"),)
-    keys = prompt_keys(READER, packed(TOKENS), media=[(40, b"image")])
-    assert keys == of_the_connector(TOKENS, media=media)
-    assert keys[0] == of_the_connector(TOKENS)[0]
-    assert keys[1] != of_the_connector(TOKENS)[1]
+@pytest.mark.parametrize(
+    ("asked", "known", "enters_at"),
+    [
+        ({"salt": "tenant"}, {"salt": "tenant"}, 0),
+        ({"salt": 7}, {"salt": 7}, 0),
+        ({"media": [(40, b"image")]}, {"media": (MediaItem(position=40, digest=b"image"),)}, 1),
+    ],
+)
+def test_a_salt_and_media_enter(asked, known, enters_at):
+    keys, plain = prompt_keys(READER, packed(TOKENS), **asked), of_the_connector(TOKENS)
+    assert keys == of_the_connector(TOKENS, **known)
+    assert keys[:enters_at] == plain[:enters_at]
+    assert not set(keys[enters_at:]) & set(plain)
 
 
 def test_an_adapter_enters_as_the_engine_reads_it(tmp_path, monkeypatch):
