@@ -14,6 +14,7 @@ from kvray import wire
 from kvray.actors.shard import engine_server
 from kvray.actors.shard.engine_server import EngineServer
 from kvray.errors import ShardUnavailable
+from tests.unit.actors.nodes import until
 
 pytestmark = pytest.mark.anyio
 
@@ -136,34 +137,24 @@ async def test_a_server_that_closes_cancels_what_it_has_not_answered(server, con
     assert ended.is_set()
 
 
-async def test_a_server_that_closes_while_it_answers_ends_though_the_engine_stays(server, connect):
+async def hang_up_on_all(server: EngineServer) -> None:
+    for client in list(server._clients):
+        server._drop(client)
+
+
+@pytest.mark.parametrize("act", [EngineServer.close, hang_up_on_all])
+async def test_who_is_hung_up_on_while_he_is_answered_does_not_stay(server, connect, act):
     """Cancelling a wait whose result has just come is lost before Python 3.12."""
-    closing: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
+    acting: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
 
     def answer(connection: int) -> dict[str, Any]:
-        closing.put_nowait(asyncio.get_running_loop().create_task(server.close()))
-        return {}
-
-    server._handlers["hello"] = answer
-    (await connect()).send("hello")
-    await asyncio.wait_for(await closing.get(), 5)
-
-
-async def test_who_is_dropped_while_he_is_answered_is_hung_up_on(server, connect):
-    """As when the server closes: the cancellation may be lost."""
-    dropping: list[asyncio.Task[None]] = []
-
-    async def drop() -> None:
-        for client in list(server._clients):
-            server._drop(client)
-
-    def answer(connection: int) -> dict[str, Any]:
-        dropping.append(asyncio.get_running_loop().create_task(drop()))
+        acting.put_nowait(asyncio.get_running_loop().create_task(act(server)))
         return {}
 
     server._handlers["hello"] = answer
     engine = await connect()
     engine.send("hello")
+    await asyncio.wait_for(await acting.get(), 5)
     await engine.is_hung_up_on()
 
 
@@ -232,15 +223,16 @@ async def test_who_hangs_up_leaves_his_place(server, connect):
     engine = await connect()
     assert (await engine.ask())["ok"]
     engine.writer.close()
-    await asyncio.sleep(0.01)
-    assert not server._clients
+    await until(lambda: not server._clients)
 
 
-async def test_whoever_connects_and_says_nothing_is_hung_up_on(connect, monkeypatch):
+@pytest.mark.parametrize("said", [b"", wire.encode({"op": "hello"})[:-1]])
+async def test_whoever_connects_and_says_half_or_nothing_is_hung_up_on(connect, monkeypatch, said):
     monkeypatch.setattr(engine_server, "_FRAME_S", 0.05)
-    engine = await connect()
+    engine, other = await connect(), await connect()
+    other.writer.write(said)
     assert (await engine.ask())["ok"]
-    assert await (await connect()).is_hung_up_on()
+    assert await other.is_hung_up_on()
     assert (await engine.ask())["ok"], "an engine may be silent"
 
 
@@ -261,7 +253,8 @@ async def test_large_frames_that_are_finished_count_no_more(connect, monkeypatch
     assert all([(await engine.ask(x=bytes(2**19)))["ok"] for engine in engines * 2])
 
 
-async def test_who_never_reads_has_one_answer_in_memory(server, connect):
+async def test_who_never_reads_has_one_answer_in_memory_for_a_while(server, connect, monkeypatch):
+    monkeypatch.setattr(engine_server, "_FRAME_S", 0.1)
     answers = []
 
     def answer(connection: int) -> dict[str, Any]:
@@ -270,7 +263,7 @@ async def test_who_never_reads_has_one_answer_in_memory(server, connect):
 
     server._handlers["large"] = answer
     (await connect()).send(*["large"] * 20)
-    await asyncio.sleep(0.1)
+    await until(lambda: bool(answers) and not server._clients)
     assert len(answers) == 1
 
 
@@ -336,8 +329,3 @@ async def test_a_removed_socket_is_made_again_and_no_other_one(server, connect, 
     assert path.is_dir()
     assert "was removed, and is made again" in caplog.text
     assert len(caplog.records) == 1
-
-
-async def test_a_closed_server_leaves_no_socket(server, tmp_path):
-    await server.close()
-    assert not list(tmp_path.iterdir())

@@ -3,19 +3,15 @@ import contextlib
 import errno
 import logging
 import os
-import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvray import wire
 from kvray.actors.owner.ownership import sweep
-from kvray.actors.shard import engine_server
 from kvray.actors.shard.loop_thread import LoopThread
 from kvray.actors.shard.shard import Shard
 from kvray.actors.staging import replicas as replicas_module
@@ -32,11 +28,8 @@ from tests.unit.actors.small_shard import (
     settings_for,
     wait_until_serving,
 )
-from tests.unit.store.child import Child
 from tests.unit.store.small_arena import chain, served, spec, store
 from tests.waiting import HANG_S, wait_for
-
-StartChild = Callable[[], Child]
 
 
 @pytest.fixture
@@ -48,30 +41,6 @@ def engine(shard: Shard, directory: Path) -> Any:
 
 def register(engine: ShardSocket, replica: str, namespace: Any = NAMESPACE) -> None:
     engine.call("register", timeout_s=5, replica=replica, rank=0, namespace=namespace.to_wire())
-
-
-@pytest.fixture
-def stranger(directory: Path, shard: Shard) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.connect(str(directory / "socket"))
-        made.settimeout(5)
-        yield made
-
-
-@pytest.fixture
-def holder(shard: Shard, child: StartChild) -> Child:
-    """Another process that has the shard's arena mapped."""
-    process = child()
-    process.say("arena.join('engine')")
-    return process
-
-
-# -- announcing -----------------------------------------------------------------------------------
-
-
-def test_a_commit_of_another_process_appears_in_the_lookup(holder, line):
-    holder.say("small.store(arena, small.chain(4)) and None")
-    wait_for(lambda: line.matched(chain(4)) == 4)
 
 
 @pytest.mark.parametrize("is_full", [False, True])
@@ -159,8 +128,11 @@ def test_a_shard_that_was_never_started_can_be_stopped(directory):
 # -- regular work ---------------------------------------------------------------------------------
 
 
-def test_leases_of_a_dead_holder_end(shard, holder):
+def test_blocks_of_another_process_are_announced_and_its_leases_end_with_it(shard, child, line):
+    holder = child()
+    holder.say("arena.join('engine')")
     holder.say("small.store(arena, small.chain(4)) and None")
+    wait_for(lambda: line.matched(chain(4)) == 4)
     holder.say("arena.lease(small.chain(4))")
     assert shard.status()["arena"]["leased_blocks"] == 4
     holder.kill()
@@ -243,28 +215,11 @@ def test_unknown_requests_and_wrong_fields_are_answered(engine, shard):
     assert [entry["replica"] for entry in shard.status()["replicas"]] == ["one"]
 
 
-def test_half_a_frame_does_not_keep_others_waiting(engine, stranger, monkeypatch):
-    monkeypatch.setattr(engine_server, "_FRAME_S", 0.1)
-    stranger.sendall(wire.encode({"op": "hello"})[:-1])
-    assert engine.call("hello", timeout_s=5)["shard"] == "a"
-    assert stranger.recv(1) == b""
-
-
-def test_a_client_that_never_reads_is_hung_up_on(engine, stranger, monkeypatch):
-    monkeypatch.setattr(engine_server, "_FRAME_S", 0.1)
-    with pytest.raises((BrokenPipeError, ConnectionResetError)):
-        stranger.sendall(wire.encode({"op": "hello"}) * 10**6)
-    assert engine.call("hello", timeout_s=5)["shard"] == "a"
-
-
-def test_a_socket_file_that_a_dead_shard_left_is_replaced(make_shard, directory):
-    directory.mkdir(mode=0o700)
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(directory / "socket"))
-    make_shard()
-
-
-def test_a_start_that_is_taken_back_removes_no_arena_that_was_there(make_shard, attach, directory):
+def test_a_start_that_is_taken_back_removes_the_arena_that_it_made_only(
+    make_shard, attach, directory
+):
+    make_shard().stop(retire=True, only_new=True, timeout_s=WAIT_S)
+    assert not directory.exists()
     make_shard().stop(retire=False, timeout_s=WAIT_S)
     with contextlib.closing(open_arena(directory)) as arena:
         store(arena, (keys := chain(3)))
@@ -273,26 +228,7 @@ def test_a_start_that_is_taken_back_removes_no_arena_that_was_there(make_shard, 
     assert served(attach(), keys) == 3
 
 
-def test_a_start_that_is_taken_back_removes_the_arena_that_it_has_made(shard, directory):
-    shard.stop(retire=True, only_new=True, timeout_s=WAIT_S)
-    assert not directory.exists()
-
-
 # -- bad surroundings -----------------------------------------------------------------------------
-
-
-def test_a_socket_path_that_is_too_long_is_refused_with_the_fix(start_shard, directory):
-    directory.parent.mkdir(exist_ok=True)
-    deep = directory.parent / ("x" * 90)
-    fix = "longer than 107 bytes; choose a shorter arena.dir or cluster_name."
-    assert fix in failed_with(start_shard(directory=deep))
-    assert not deep.exists()
-
-
-def test_a_file_in_the_directorys_place_is_refused(start_shard, directory):
-    directory.touch()
-    assert "cannot be made" in failed_with(start_shard())
-    assert directory.is_file()
 
 
 def link_to_precious(directory: Path) -> None:
@@ -329,19 +265,21 @@ HUGE = ArenaSpec(cluster_name="test", capacity=2**44, slab=2**36, slot_min=2**30
 
 
 @pytest.mark.parametrize(
-    ("changes", "fix"),
+    ("where", "changes", "fix"),
     [
-        ({"spec": HUGE}, "lower arena.capacity"),
-        (
-            {"directory": Path("/proc/nowhere/kvray-test")},
-            "set arena.dir to a tmpfs that this user may write to",
-        ),
+        ("kvray-test", {"spec": HUGE}, "lower arena.capacity"),
+        ("/proc/nowhere/kvray-test", {}, "set arena.dir to a tmpfs that this user may write to"),
+        ("file", {}, "cannot be made"),
+        ("x" * 90, {}, "longer than 107 bytes; choose a shorter arena.dir or cluster_name."),
     ],
-    ids=["larger than the mount", "no such directory"],
+    ids=["larger than the mount", "no such directory", "a file there", "a socket path too long"],
 )
-def test_an_impossible_arena_is_refused_and_leaves_nothing(start_shard, directory, changes, fix):
-    assert fix in failed_with(start_shard(**changes))
-    wait_for(lambda: not directory.exists())
+def test_an_impossible_arena_is_refused_and_leaves_nothing(
+    start_shard, directory, where, changes, fix
+):
+    (directory.parent / "file").touch()
+    assert fix in failed_with(start_shard(directory=directory.parent / where, **changes))
+    wait_for(lambda: [path.name for path in directory.parent.iterdir()] == ["file"])
 
 
 def test_a_locked_arena_is_waited_for(shard, start_shard, child, monkeypatch, caplog):
