@@ -1,6 +1,5 @@
 """What is planned to be brought: all that helps, nothing that does not, from those who have it."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,65 +31,58 @@ def request(num_blocks: int, *requests: PartRequest, seconds_per_block: float = 
     return replace(made, block_bytes=dict.fromkeys(made.block_bytes, MB))
 
 
-def mask(num_blocks: int, *blocks: int) -> Mask:
-    made = np.zeros(num_blocks, dtype=bool)
-    made[list(blocks)] = True
-    return made
-
-
 def nothing(of: Prefix) -> dict[int, Mask]:
-    return {one.part: mask(of.num_blocks) for one in of.parts}
+    return {one.part: np.zeros(of.num_blocks, dtype=bool) for one in of.parts}
 
 
-def plan(asked: Prefix, *runs: Any, here: Sequence[int] = (), **peers: Peer) -> StagingPlan:
-    """Plan with runs (end, shard=parts): of part 0 the blocks `here` are here."""
+def plan(asked: Prefix, *runs: Any, **peers: Peer) -> StagingPlan:
+    """Plan with runs (end, shard=parts), where no block is here."""
     known = [Run(stop=stop, holders=holders) for stop, holders in runs]
-    present = nothing(asked) | {0: mask(asked.num_blocks, *here)}
-    return plan_staging(asked, present, known, peers or {"b": Peer(), "c": Peer()})
+    return plan_staging(asked, nothing(asked), known, peers or {"b": Peer(), "c": Peer()})
 
 
-def dealt(plan: StagingPlan) -> list[tuple[str, int, int, int]]:
-    return [(step.shard, step.part, step.start, step.stop) for step in plan.steps]
-
-
-WINDOW = (PartRequest(0), PartRequest(1, 3))
 B, C = {"b": 1}, {"c": 1}
-GAP = [(4, B), (5, {}), (10, B)]
+FAST, SLOW = Peer(bytes_per_s=9e9), Peer(bytes_per_s=0.3e9)
 
 
 @pytest.mark.parametrize(
-    ("asked", "here", "runs", "steps", "num_blocks", "reason"),
+    ("asked", "runs", "peers", "steps"),
     [
         pytest.param(
-            *(request(300), (), [(300, B)], [("b", 0, 0, 300)], 300, "none"),
+            *(request(300), [(300, B)], {}, [("b", 0, 0, 300)]),
             id="what one shard has comes from it in one piece",
         ),
         pytest.param(
-            *(request(10), (4,), GAP, [("b", 0, 0, 4), ("b", 0, 5, 10)], 10, "none"),
-            id="what is here bridges what nobody has",
+            *(request(4 * CHUNK_BLOCKS), [(4 * CHUNK_BLOCKS, B | C)], {}),
+            [("bc"[n % 2], 0, n * CHUNK_BLOCKS, (n + 1) * CHUNK_BLOCKS) for n in range(4)],
+            id="a long run is dealt out to all that have it in prefix order",
         ),
         pytest.param(
-            *(request(10, *WINDOW), (), [(10, {"b": 0b11})]),
-            *([("b", 0, 0, 10), ("b", 1, 7, 10)], 10, "none"),
+            *(request(10, PartRequest(0), PartRequest(1, 3)), [(10, {"b": 0b11})], {}),
+            [("b", 0, 0, 10), ("b", 1, 7, 10)],
             id="of a part with a window only the last blocks come",
         ),
         pytest.param(
-            *(request(10, *WINDOW), (), [(2, B), (6, {"b": 0b11}), (10, B)]),
-            *([("b", 0, 0, 6), ("b", 1, 3, 6)], 6, "not_stored"),
-            id="a window that nobody has makes the prefix shorter",
+            *(request(40), [(3, B | C), (40, C)], {"b": FAST, "c": SLOW}, [("c", 0, 0, 40)]),
+            id="a short run comes from the one that has all of it",
+        ),
+        pytest.param(
+            *(request(10), [(6, B | C), (10, B)], {"b": replace(FAST, has_failed=True), "c": SLOW}),
+            [("c", 0, 0, 6), ("b", 0, 6, 10)],
+            id="a doubtful shard gives only what nobody else has",
+        ),
+        pytest.param(
+            *(request(10, seconds_per_block=0.001), [(6, B), (10, C)], {"b": FAST, "c": SLOW}),
+            [("b", 0, 0, 6)],
+            id="a prefix is cut where only a slow shard goes on",
         ),
     ],
 )
-def test_what_helps_comes_from_who_has_it(asked, here, runs, steps, num_blocks, reason):
-    found = plan(asked, *runs, here=here)
-    assert dealt(found) == steps
-    assert (found.num_blocks, found.reason) == (num_blocks, reason)
-
-
-def test_a_long_run_is_dealt_out_to_all_that_have_it_in_prefix_order():
-    found = plan(request(4 * CHUNK_BLOCKS), (4 * CHUNK_BLOCKS, B | C))
-    assert [step.shard for step in found.steps] == ["b", "c", "b", "c"]
-    assert [step.start for step in found.steps] == [n * CHUNK_BLOCKS for n in range(4)]
+def test_what_helps_comes_from_who_has_it_and_gives_it_fast(asked, runs, peers, steps):
+    found = plan(asked, *runs, **peers)
+    assert [(step.shard, step.part, step.start, step.stop) for step in found.steps] == steps
+    is_whole = steps[-1][3] == asked.num_blocks
+    assert found.reason == ("none" if is_whole else "cheaper_to_recompute")
 
 
 def test_the_faster_shard_gives_more():
@@ -99,17 +91,6 @@ def test_the_faster_shard_gives_more():
     for step in plan(request(run[0]), run, b=Peer(bytes_per_s=1e9), c=Peer(bytes_per_s=3e9)).steps:
         given[step.shard] += step.stop - step.start
     assert given == {"b": 4 * CHUNK_BLOCKS, "c": 12 * CHUNK_BLOCKS}
-
-
-def test_a_short_run_comes_from_the_one_that_has_all_of_it():
-    peers = {"b": Peer(bytes_per_s=9e9), "c": Peer(bytes_per_s=1e9)}
-    assert dealt(plan(request(40), (3, B | C), (40, C), **peers)) == [("c", 0, 0, 40)]
-
-
-def test_a_doubtful_shard_gives_only_what_nobody_else_has():
-    peers = {"b": Peer(bytes_per_s=9e9, has_failed=True), "c": Peer(bytes_per_s=1e6)}
-    found = plan(request(10), (6, B | C), (10, B), **peers)
-    assert dealt(found) == [("c", 0, 0, 6), ("b", 0, 6, 10)]
 
 
 @pytest.mark.parametrize(
@@ -128,13 +109,6 @@ def test_what_takes_longer_than_computing_it_does_not_come(num_blocks, ms_per_bl
     expected = (num_blocks, "none") if comes else (0, "cheaper_to_recompute")
     assert (found.num_blocks, found.reason) == expected
     assert bool(found.steps) == comes
-
-
-def test_a_prefix_is_cut_where_only_a_slow_shard_goes_on():
-    peers = {"b": Peer(bytes_per_s=5e9), "c": Peer(bytes_per_s=0.3e9)}
-    found = plan(request(10, seconds_per_block=0.001), (6, B), (10, C), **peers)
-    assert dealt(found) == [("b", 0, 0, 6)]
-    assert found.reason == "cheaper_to_recompute"
 
 
 # -- many nodes, and long prompts -----------------------------------------------------------------
@@ -174,11 +148,11 @@ def test_of_very_many_holders_some_are_chosen_that_have_all_parts():
 
 def test_of_a_window_far_behind_much_that_is_here_the_end_is_found():
     asked = request(500, PartRequest(0), PartRequest(1, 4))
-    here = {0: np.ones(500, dtype=bool), 1: mask(500)}
+    here = nothing(asked) | {0: np.ones(500, dtype=bool)}
     runs = [Run(stop=block + 1, holders={f"s{block % 2}": 1}) for block in range(496)]
     runs.append(Run(stop=500, holders={"s0": 3}))
     plan = plan_staging(asked, here, runs, {"s0": Peer(), "s1": Peer()})
-    assert dealt(plan) == [("s0", 1, 496, 500)]
+    assert [(step.part, step.start, step.stop) for step in plan.steps] == [(1, 496, 500)]
     assert plan.reason == "none"
 
 
