@@ -175,30 +175,27 @@ def full_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adoption, "_RETRY_S", 0.01)
 
 
-def reopened(directory: Path, progress: Callable[[int, int], None]) -> Arena:
-    """Return the arena with which a shard goes on that finds one of another size."""
+def test_a_new_arena_is_tried_again_until_the_old_one_has_been_let_go(directory, full_once):
     directory.mkdir()
     (directory / "arena").write_bytes(b"old")
-    return open_arena(directory, spec(), shard="a", progress=progress)
-
-
-def test_a_new_arena_is_tried_again_until_the_old_one_has_been_let_go(directory, full_once):
-    with contextlib.closing(reopened(directory, lambda done, total: None)) as arena:
+    with contextlib.closing(
+        open_arena(directory, spec(), shard="a", progress=lambda done, total: None)
+    ) as arena:
         assert not arena.retired
 
 
-def test_a_shard_that_is_to_stop_does_not_wait_for_memory(directory, full_once):
+@pytest.mark.parametrize(("old", "error"), [(b"old", ShardUnavailable), (None, CapacityError)])
+def test_no_memory_is_waited_for_by_a_shard_that_is_to_stop_or_where_no_arena_was(
+    directory, full_once, old, error
+):
     def stop(done: int, total: int) -> None:
         raise ShardUnavailable("stopped")
 
-    with pytest.raises(ShardUnavailable, match="stopped"):
-        reopened(directory, stop)
-
-
-def test_where_there_was_no_arena_nothing_is_waited_for(directory, full_once):
     directory.mkdir()
-    with pytest.raises(CapacityError):
-        open_arena(directory, spec(), shard="a", progress=lambda done, total: None)
+    if old is not None:
+        (directory / "arena").write_bytes(old)
+    with pytest.raises(error):
+        open_arena(directory, spec(), shard="a", progress=stop)
 
 
 # -- a process that is stopped with the arena's lock ----------------------------------------------
@@ -242,12 +239,16 @@ def stop(process: Child) -> None:
     wait_for(lambda: lockers.state_of(process.pid) == "T")
 
 
-def test_stopped_holder_is_named_and_ended_after_the_limit(directory, locker, look):
-    stop(locker)
+@pytest.mark.parametrize("halt", [stop, work])
+def test_a_holder_that_stands_still_is_named_and_ended_after_the_limit(
+    directory, locker, look, halt
+):
+    """A frozen container's process looks as if it slept, or waited for a disk."""
+    halt(locker)
     look(41.0)
     assert look(42.0).found["pid"] == locker.pid
     look(71.0)
-    assert lockers.state_of(locker.pid) == "T"
+    assert lockers.state_of(locker.pid) in {"T", "S", "R"}, "it is not ended yet"
     look(72.0)
     locker.wait_until_killed()
     assert not SideFile.at(directory / "lock.test").is_locked(ARENA_BYTE)
@@ -268,12 +269,3 @@ def test_holder_that_goes_on_just_before_its_end_is_left_alone(locker, look, mon
     look(42.0)
     look(72.0)
     assert locker.say("1") == "1", "it lives"
-
-
-def test_a_holder_that_stands_still_is_found_whatever_its_state(locker, look):
-    """A frozen container's process looks as if it slept, or waited for a disk."""
-    work(locker)
-    look(41.0)
-    look(42.0)
-    look(72.0)
-    locker.wait_until_killed()

@@ -165,6 +165,7 @@ def test_who_stopped_with_the_lock_is_shown_and_ended_in_time(make_shard, child,
     if stopped_s > 1:
         wait_for(lambda: shard.status().get("stopped_with_lock", {}).get("pid") == other.pid)
         other.go_on()
+        other.say("small.release(arena._lock)")
     else:
         other.wait_until_killed()
     wait_for(lambda: "stopped_with_lock" not in shard.status())
