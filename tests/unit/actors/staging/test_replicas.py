@@ -19,6 +19,9 @@ from kvray.index import PARTS_MAX
 from kvray.store import Membership, PartRequest
 from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT
 
+BAD_SIZES = (0, -1, "32", 2**31, 2**64 - 1, None, 1.5, b"32")
+NAMES = [str(number) for number in range(257)]
+
 
 @pytest.fixture
 def replicas() -> Replicas:
@@ -81,38 +84,38 @@ def test_who_has_gone_is_shown_with_the_last_figures_and_reports_no_more(replica
     replicas.register(1, "two", 0, OTHER_LAYOUT)
 
 
-@pytest.mark.parametrize(
-    ("replica", "rank"), [("", 0), ("x" * 257, 0), (7, 0), (["x"], 0), ("x", -1), ("x", "0")]
-)
-def test_absurd_names_are_refused(replicas, replica, rank):
-    with pytest.raises(ConfigError):
-        replicas.register(2, replica, rank, NAMESPACE)
-    with pytest.raises(ConfigError):
-        replicas.report(2, replica, rank, {})
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"model": 5},
-        {"kv_dtype": None},
-        {"num_layers": None},
-        {"model": "m", "overrides": "x" * 70_000},  # too long to be passed on
-    ],
-)
-def test_a_wrong_namespace_is_refused_before_anybody_asks_for_the_status(replicas, wrong):
-    with pytest.raises(ConfigError, match="exceeds the 65536" if "overrides" in wrong else None):
-        replicas.register(2, "two", 0, replace(NAMESPACE, **wrong))
+def test_absurd_ranks_and_figures_are_refused_before_anybody_asks_for_the_status(replicas):
+    for rank in (("", 0), ("x" * 257, 0), (7, 0), (["x"], 0), ("x", -1), ("x", "0")):
+        with pytest.raises(ConfigError):
+            replicas.register(2, *rank, NAMESPACE)
+        with pytest.raises(ConfigError):
+            replicas.report(2, *rank, {})
+    for counters in (5, "ab", ["a"], {"a": "b"}, {7: 7}, {"x" * 257: 1}, dict.fromkeys(NAMES, 1)):
+        with pytest.raises(ConfigError):
+            replicas.report(1, "one", 0, counters)
+    bad_sizes = [{"tokens_per_block": bad} for bad in BAD_SIZES]
+    for wrong in ({"model": 5}, {"kv_dtype": None}, {"num_layers": None}, *bad_sizes):
+        with pytest.raises(ConfigError):
+            replicas.register(2, "two", 0, replace(NAMESPACE, **wrong))
+    with pytest.raises(ConfigError, match="exceeds the 65536"):  # too long to be passed on
+        replicas.register(2, "two", 0, replace(NAMESPACE, model="m", overrides="x" * 70_000))
     assert len(replicas.status()) == 1
 
 
 @pytest.mark.parametrize(
-    "counters",
-    [5, "ab", ["a"], {"a": "b"}, {7: 7}, {"x" * 257: 1}, {str(n): n for n in range(257)}],
+    ("field", "values"),
+    [
+        ("wanted", [5, "ab", [5], [[0]], [[-1, None]], [[1024, None]], [[True, None]]]),
+        ("wanted", [[[0, 0]], [[0, "all"]], [[0, None]] * 257]),
+        ("num_ranks", [0, 4097, "2", True]),
+        ("holder", [5, ["arena", 5], [5, 5, 5], ["arena", -1, 5]]),
+        ("adapters", [5, "x" * 70_000]),
+    ],
 )
-def test_absurd_figures_are_refused(replicas, counters):
-    with pytest.raises(ConfigError):
-        replicas.report(1, "one", 0, counters)
+def test_absurd_readings_are_refused(field, values):
+    for value in values:
+        with pytest.raises(ConfigError):
+            read_reader(NAMESPACE, **{field: value})
 
 
 def test_of_too_many_ranks_the_oldest_that_hung_up_goes(replicas, monkeypatch):
@@ -134,6 +137,7 @@ def test_what_a_rank_says_of_its_reading_is_kept_while_it_is_here(replicas):
         num_ranks=2,
         holder=["arena", 5, 7],
         adapters="rank 8",
+        served="Qwen3-8B",
     )
     replicas.register(2, "two", 1, reader)
     assert reader == Reader(
@@ -143,8 +147,10 @@ def test_what_a_rank_says_of_its_reading_is_kept_while_it_is_here(replicas):
         arena_id="arena",
         member=Membership(5, 7),
         adapters="rank 8",
+        served="Qwen3-8B",
     )
     assert replicas.readers("two", [0, 1]) == {1: reader}
+    assert [*replicas.namespaces().values()] == [{**NAMESPACE.to_wire(), "served": "Qwen3-8B"}]
     assert replicas.connected() == [("one", 0), ("two", 1)]
     replicas.disconnect(2)
     assert replicas.reader("two", 1) is None
@@ -156,22 +162,6 @@ def test_what_a_rank_says_of_its_reading_is_kept_while_it_is_here(replicas):
 )
 def test_a_rank_speaks_for_all_or_for_itself(num_ranks, rank, ranks):
     assert Reader(namespace=NAMESPACE, num_ranks=num_ranks).ranks(rank) == ranks
-
-
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("wanted", [5, "ab", [5], [[0]], [[-1, None]], [[1024, None]], [[True, None]]]),
-        ("wanted", [[[0, 0]], [[0, "all"]], [[0, None]] * 257]),
-        ("num_ranks", [0, 4097, "2", True]),
-        ("holder", [5, ["arena", 5], [5, 5, 5], ["arena", -1, 5]]),
-        ("adapters", [5, "x" * 70_000]),
-    ],
-)
-def test_absurd_readings_are_refused(field, values):
-    for value in values:
-        with pytest.raises(ConfigError):
-            read_reader(NAMESPACE, **{field: value})
 
 
 # -- ranks that have ended -------------------------------------------------------------------------
@@ -267,13 +257,10 @@ def test_a_rank_of_two_reads_parts_of_other_sizes(rank, stored_by, parts, part_b
     assert resliced.part_bytes == part_bytes
 
 
-@pytest.mark.parametrize(
-    ("reader", "stored_by"),
-    [(of_two(1), 3), (of_two(1), PARTS_MAX)],
-)
-def test_sizes_that_do_not_divide_or_are_too_many_are_refused(reader, stored_by):
-    with pytest.raises(ConfigError, match="update the engine's kvray"):
-        reader.resliced(stored_by)
+def test_sizes_that_do_not_divide_or_are_too_many_are_refused():
+    for stored_by in (3, PARTS_MAX):
+        with pytest.raises(ConfigError, match="update the engine's kvray"):
+            of_two(1).resliced(stored_by)
 
 
 def test_the_numbers_of_namespaces_outlive_their_ranks(replicas):
@@ -340,12 +327,6 @@ def test_the_name_of_a_second_instance_is_never_too_long():
         name = replicas.register(number, "x" * 256, 0, NAMESPACE, instance=f"{number}" * 64)
         assert len(name) <= 256
     assert len(replicas.connected()) == 3
-
-
-def test_what_clients_call_the_model_is_kept_with_its_namespace(replicas):
-    replicas.register(1, "r", 0, read_reader(NAMESPACE, served="Qwen3-8B"))
-    (fields,) = replicas.namespaces().values()
-    assert fields == {**NAMESPACE.to_wire(), "served": "Qwen3-8B"}
 
 
 def test_a_block_takes_a_slot_for_each_of_its_parts(replicas):
