@@ -130,19 +130,25 @@ def test_each_request_that_there_is_is_tried_and_is_right_where_nothing_is_chang
 
 @fuzzed
 @given(
-    frames=st.lists(
+    sent=st.binary(max_size=200)
+    | st.sampled_from(OF_OTHERS)
+    | st.lists(
         st.sampled_from(FRAMES).flatmap(lambda frame: changed_bytes(frame) | st.just(frame)),
         min_size=1,
         max_size=4,
-    ),
+    ).map(b"".join),
     piece=st.integers(1, 400),
+    reads=st.booleans(),
 )
-def test_frames_with_other_bytes_in_them_are_answered_or_hung_up_on(engine, shard, frames, piece):
-    """They come in pieces of any size, and their sender goes without a word."""
-    sent = b"".join(frames)
-    with stranger(shard) as peer, contextlib.suppress(OSError):
+def test_bytes_of_any_kind_are_answered_or_hung_up_on(engine, shard, sent, piece, reads):
+    """They come in pieces of any size, and their sender reads to the end or goes without a word."""
+    with stranger(shard) as peer, contextlib.suppress(ConnectionError):
         for start in range(0, len(sent), piece):
             peer.sendall(sent[start : start + piece])
+        if reads:
+            peer.shutdown(socket.SHUT_WR)
+            while peer.recv(4096):  # raises if nobody hangs up
+                pass
     assert serves(engine)
 
 
@@ -182,14 +188,3 @@ def test_a_message_of_any_kind_is_answered(shard, message):
         head = peer.recv(wire.LENGTH.size, socket.MSG_WAITALL)
         body = peer.recv(wire.body_length(head), socket.MSG_WAITALL)
         assert isinstance(wire.decode(body)["ok"], bool)
-
-
-@fuzzed
-@given(sent=st.binary(max_size=200) | st.sampled_from(OF_OTHERS))
-def test_bytes_of_any_kind_hang_up_on_their_sender_only(engine, shard, sent):
-    with stranger(shard) as peer, contextlib.suppress(ConnectionError):
-        peer.sendall(sent)
-        peer.shutdown(socket.SHUT_WR)
-        while peer.recv(4096):  # raises if nobody hangs up
-            pass
-    assert serves(engine)

@@ -25,108 +25,92 @@ _THREADS = 6
 _KEYS_MAX = 32_768
 
 
-class _Heard(Line):
-    """A lookup that measures the time between two replies."""
+class Besieged(Line):
+    """A shard in a process of its own; its lookup measures the time between two replies."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path) -> None:
         super().__init__()
-        self.last, self.longest_s = time.monotonic(), 0.0
+        self._last, self._longest_s = time.monotonic(), 0.0
+        self._shard = self.follow(Shard("besieged", settings_for(directory)))
+        self._shard.start()
+        wait_until_serving(self._shard)
+        self._last, self._longest_s = time.monotonic(), 0.0
 
     async def _ask(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
         reply = await super()._ask(actor, method, *args, timeout_s=timeout_s)
         if method == "delta":
             now = time.monotonic()
-            self.longest_s, self.last = max(self.longest_s, now - self.last), now
+            self._longest_s, self._last = max(self._longest_s, now - self._last), now
         return reply
-
-
-class Besieged:
-    """A shard in a process of its own, and what its process takes."""
-
-    def __init__(self, directory: Path) -> None:
-        self._line = _Heard()
-        self._shard = self._line.follow(Shard("besieged", settings_for(directory)))
-        self._shard.start()
-        wait_until_serving(self._shard)
-        self._line.last, self._line.longest_s = time.monotonic(), 0.0
 
     def look(self) -> tuple[int, float]:
         """Return the bytes of its memory, and the longest time between two heartbeats."""
-        line = self._line
-        line.heard.clear()
-        gap_s = max(line.longest_s, time.monotonic() - line.last)
+        self.heard.clear()
+        gap_s = max(self._longest_s, time.monotonic() - self._last)
         return psutil.Process().memory_info().rss, gap_s
 
     def stop(self) -> None:
         self._shard.stop(retire=True, timeout_s=10)
 
 
-class Besieger:
-    """One thread of many; each act opens connections of its own."""
+class Besiegers:
+    """Threads of another process, which send whatever they can think of until it is killed."""
 
-    def __init__(self, path: str, seed: int) -> None:
-        self._path = path
-        self._chance = random.Random(seed)
+    def __init__(self, directory: Path, seed: int) -> None:
+        self._path, self._chance = str(directory / wire.SOCKET_FILE), random.Random(seed)
+        for _ in range(_THREADS):
+            threading.Thread(target=self._go_on, daemon=True).start()
 
-    def go_on(self) -> None:
+    def _go_on(self) -> None:
         acts = (self.junk, self.halves, self.odd, self.stage, self.large, self.notes, self.crowd)
         while True:
-            with contextlib.suppress(OSError, ValueError):
-                self._chance.choice(acts)()
+            with contextlib.suppress(OSError, ValueError), self.connected() as peer:
+                self._chance.choice(acts)(peer)
 
-    def junk(self) -> None:
-        with self.connected() as peer:
-            peer.sendall(self._chance.randbytes(self._chance.randrange(4000)))
-            peer.recv(1)
+    def junk(self, peer: socket.socket) -> None:
+        peer.sendall(self._chance.randbytes(self._chance.randrange(4000)))
+        peer.recv(1)
 
-    def halves(self) -> None:
+    def halves(self, peer: socket.socket) -> None:
         frame = wire.encode({"op": "hello", "more": bytes(self._chance.randrange(300_000))})
-        with self.connected() as peer:
-            peer.sendall(frame[: self._chance.randrange(len(frame))])
-            time.sleep(0.05)
+        peer.sendall(frame[: self._chance.randrange(len(frame))])
+        time.sleep(0.05)
 
-    def odd(self) -> None:
+    def odd(self, peer: socket.socket) -> None:
         values = (None, -1, 2**63, 1e308, float("nan"), "[/x]\x1b[2J", b"\0" * 99, [[]], {0: 1})
         names = ("replica", "rank", "namespace", "counters", "requests", "keys", "wait_s", "spans")
-        with self.connected() as peer:
-            for op in ("register", "report", "stage", "describe", "hello", "other"):
-                fields = {one: self._chance.choice(values) for one in self._chance.sample(names, 4)}
-                self.ask(peer, op=op, **fields)
+        for op in ("register", "report", "stage", "describe", "hello", "other"):
+            fields = {one: self._chance.choice(values) for one in self._chance.sample(names, 4)}
+            self.ask(peer, op=op, **fields)
 
-    def stage(self) -> None:
+    def stage(self, peer: socket.socket) -> None:
         """Legal, and as large as can be; the answer is not always read."""
-        name = f"large-{self._chance.randrange(4)}"
+        rank = {"replica": f"large-{self._chance.randrange(4)}", "rank": 0}
         keys = os.urandom(32 * self._chance.choice((1, 64, _KEYS_MAX)))
-        with self.connected() as peer:
-            parts = [[part, None] for part in range(16)]
-            namespace = NAMESPACE.to_wire()
-            self.ask(peer, op="register", replica=name, rank=0, namespace=namespace, wanted=parts)
-            request = {"op": "stage", "replica": name, "rank": 0, "keys": keys, "wait_s": 0.05}
-            for _ in range(3):
-                if self._chance.random() < 0.3:
-                    peer.sendall(wire.encode(request))
-                else:
-                    self.ask(peer, **request)
+        parts = [[part, None] for part in range(16)]
+        self.ask(peer, op="register", **rank, namespace=NAMESPACE.to_wire(), wanted=parts)
+        request = {"op": "stage", **rank, "keys": keys, "wait_s": 0.05}
+        for _ in range(3):
+            if self._chance.random() < 0.3:
+                peer.sendall(wire.encode(request))
+            else:
+                self.ask(peer, **request)
 
-    def large(self) -> None:
+    def large(self, peer: socket.socket) -> None:
         item = self._chance.choice((0, b"", [], {}, "x" * 9))
-        with self.connected() as peer:
-            self.ask(peer, op="report", replica="r", rank=0, counters=[item] * 16_000)
-            peer.sendall(wire.LENGTH.pack(wire.FRAME_MAX) + bytes(self._chance.randrange(2**21)))
+        self.ask(peer, op="report", replica="r", rank=0, counters=[item] * 16_000)
+        peer.sendall(wire.LENGTH.pack(wire.FRAME_MAX) + bytes(self._chance.randrange(2**21)))
 
-    def notes(self) -> None:
-        name = f"replica-{self._chance.randrange(10**9)}"
+    def notes(self, peer: socket.socket) -> None:
+        rank = {"replica": f"replica-{self._chance.randrange(10**9)}", "rank": 0}
         note = RequestNote(1, 1.0, 40, 4, 0, 0, 9, "x" * 60)
-        with self.connected() as peer:
-            self.ask(peer, op="register", replica=name, rank=0, namespace=NAMESPACE.to_wire())
-            for number in range(20):
-                some = [
-                    pack(note._replace(request_id=number * 200 + one)) for one in range(NOTES_MAX)
-                ]
-                counters = {f"c{one}-{name}": one for one in range(250)}
-                self.ask(peer, op="report", replica=name, rank=0, counters=counters, requests=some)
+        self.ask(peer, op="register", **rank, namespace=NAMESPACE.to_wire())
+        for first in range(0, 4000, 200):
+            some = [pack(note._replace(request_id=first + one)) for one in range(NOTES_MAX)]
+            counters = {f"c{one}-{rank['replica']}": one for one in range(250)}
+            self.ask(peer, op="report", **rank, counters=counters, requests=some)
 
-    def crowd(self) -> None:
+    def crowd(self, _peer: socket.socket) -> None:
         with contextlib.ExitStack() as stack:
             for _ in range(200):
                 stack.enter_context(self.connected())
@@ -141,15 +125,6 @@ class Besieger:
         peer.sendall(wire.encode(request))
         length = wire.body_length(peer.recv(wire.LENGTH.size, socket.MSG_WAITALL).ljust(4, b"\0"))
         peer.recv(length, socket.MSG_WAITALL)
-
-
-class Besiegers:
-    """Threads of another process, which send whatever they can think of until it is killed."""
-
-    def __init__(self, directory: Path, seed: int) -> None:
-        for number in range(_THREADS):
-            act = Besieger(str(directory / wire.SOCKET_FILE), seed + number).go_on
-            threading.Thread(target=act, daemon=True).start()
 
 
 @pytest.mark.parametrize(
