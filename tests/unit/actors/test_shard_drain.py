@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -137,21 +138,26 @@ def test_without_another_node_it_waits_and_says_so(tier):
     assert progress(tier)["left_bytes"] == 12 * 4096
 
 
-def test_a_lookup_that_is_gone_for_a_while_ends_nothing(tier):
+@pytest.mark.parametrize("gone", ["kvray-lookup", "kvray-mover-a"])
+def test_who_is_gone_for_a_while_is_named_and_ends_nothing(tier, gone):
     store(tier.arena("b"), KEYS)
-    tier.nodes.gone.add("kvray-lookup")
+    tier.nodes.gone.add(gone)
     drain_b(tier)
-    wait_for(lambda: progress(tier).get("message"))
+    wait_for(lambda: gone in progress(tier).get("message", ""))
+    assert progress(tier)["state"] == "moving"
     tier.nodes.gone.clear()
     wait_for(lambda: tier.has("a", KEYS))
 
 
-def test_a_node_that_takes_nothing_is_named(tier):
-    store(tier.arena("b"), chain(12))
-    tier.nodes.gone.add("kvray-mover-a")
-    drain_b(tier)
-    wait_for(lambda: "kvray-mover-a" in progress(tier).get("message", ""))
-    assert progress(tier)["state"] == "moving"
+@pytest.fixture
+def heats(tier: Tier) -> tuple[list[BlockKey], list[BlockKey]]:
+    """Cold and hot blocks at `b`; `a` takes half of them."""
+    cold, hot = (chain(24, seed=name) for name in ("cold", "hot"))
+    store(tier.arena("b"), cold)
+    time.sleep(0.1)
+    store(tier.arena("b"), hot)
+    tier.nodes.others["kvray-shard-a.room"] = lambda: 0
+    return cold, hot
 
 
 def test_what_is_used_here_meanwhile_stays_hot_where_it_went(tier):
@@ -175,8 +181,8 @@ def test_what_is_used_here_meanwhile_stays_hot_where_it_went(tier):
     assert ticks("b", cold) == at_source, "what is given away is not used by that"
 
 
-def test_what_others_have_already_leaves_room_for_colder_blocks_at_once(tier, monkeypatch):
-    cold, hot = (chain(24, seed=name) for name in ("cold", "hot"))
+def test_what_others_have_already_leaves_room_for_colder_blocks_at_once(tier, heats, monkeypatch):
+    cold, hot = heats
     pauses: list[bool] = []
 
     async def pause(woken: asyncio.Event, seconds: float) -> None:
@@ -186,12 +192,8 @@ def test_what_others_have_already_leaves_room_for_colder_blocks_at_once(tier, mo
 
     pause_of_drain = drain.pause
     monkeypatch.setattr(drain, "pause", pause)
-    store(tier.arena("b"), cold)
-    time.sleep(0.1)
-    store(tier.arena("b"), hot)
     store(tier.arena("a"), hot)
     wait_for(lambda: tier.locate(hot) == [(24, {"kvray-shard-a", B})])
-    tier.nodes.others["kvray-shard-a.room"] = lambda: 0  # it takes half of b's 48
     drain_b(tier)
     wait_for(lambda: tier.has("a", cold))
     wait_for(lambda: progress(tier)["moved_blocks"] == 24)
@@ -226,15 +228,10 @@ def test_a_block_that_took_a_slot_while_others_were_sent_was_not_sent():
     assert not made._is_settled(tables, here).any()
 
 
-def test_what_others_have_no_room_for_is_said_to_stay(tier):
-    cold, hot = (chain(24, seed=name) for name in ("cold", "hot"))
-    store(tier.arena("b"), cold)
-    time.sleep(0.1)
-    store(tier.arena("b"), hot)
-    tier.nodes.others["kvray-shard-a.room"] = lambda: 0  # it takes half of b's 48
+def test_what_others_have_no_room_for_is_said_to_stay(tier, heats):
     drain_b(tier)
     wait_for(lambda: progress(tier)["state"] == "moved")
-    assert tier.has("a", hot)
+    assert tier.has("a", heats[1])
     assert progress(tier)["behind_bytes"] == 24 * 4096
     sentence = drain_sentence("b", progress(tier))
     assert "and 96KiB that others have no room for stay" in sentence

@@ -1,7 +1,6 @@
 """A shard without Ray that publishes KV events, an engine that tells tokens, and a subscriber."""
 
 import contextlib
-import os
 import random
 import threading
 import time
@@ -13,7 +12,6 @@ from typing import Any
 
 import psutil
 import pytest
-import zmq
 
 from kvray.actors.owner.ownership import EVENTS_FILE
 from kvray.actors.shard.events import described_blocks, publisher
@@ -22,7 +20,7 @@ from kvray.actors.shard.shard import Shard
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.events.subscriber import Source, Subscriber
 from kvray.identity.block import BlockKey, Namespace
-from kvray.identity.keys import Packed, chain_packed, pack, request_seed
+from kvray.identity.keys import chain_packed, pack, request_seed
 from kvray.node import Registration, attach, link
 from kvray.node.stage_calls import ShardSocket
 from kvray.store import Arena, PartRequest
@@ -32,7 +30,7 @@ from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.small_shard import NAMESPACE, nvme_for
 from tests.unit.events.attacks import attacked
 from tests.unit.events.test_publisher import free_port
-from tests.unit.store.small_arena import SLOT, num_here, spec, store
+from tests.unit.store.small_arena import SLOT, store
 from tests.waiting import wait_for
 
 FULL = "There are more blocks than 32 MiB can describe; the others are not published."
@@ -69,17 +67,11 @@ class Engine:
 
     def prompt(self, *blocks: int, tail: int = 0) -> list[BlockKey]:
         """Tell the tokens of a prompt, block `n` having token `n` only, and return its keys."""
-        keys = self.keys(*blocks)
-        self.tokens.note(keys, 0, _packed(*blocks, tail=tail))
-        return keys
-
-    def keys(self, *blocks: int) -> list[BlockKey]:
+        tokens = pack([block for block in blocks for _ in range(SIZE)] + [1] * tail)
         seed = request_seed(self.namespace.digest())
-        return chain_packed(_packed(*blocks), tokens_per_block=SIZE, seed=seed)
-
-
-def _packed(*blocks: int, tail: int = 0) -> Packed:
-    return pack([block for block in blocks for _ in range(SIZE)] + [1] * tail)
+        keys = chain_packed(tokens, tokens_per_block=SIZE, seed=seed)
+        self.tokens.note(keys, 0, tokens)
+        return keys
 
 
 class Node:
@@ -397,18 +389,17 @@ def test_a_thread_that_has_ended_is_seen(node, monkeypatch):
 def test_a_thread_without_a_replica_sleeps(node):
     node.start()
     (thread,) = [one for one in threading.enumerate() if one.name == "kvray-events"]
-    cpu = Path(f"/proc/self/task/{thread.native_id}/stat")
 
-    def seconds() -> float:
-        fields = cpu.read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    def cpu_s() -> float:
+        (own,) = [one for one in psutil.Process().threads() if one.id == thread.native_id]
+        return own.user_time + own.system_time
 
-    began, before = time.monotonic(), seconds()
+    began, before = time.monotonic(), cpu_s()
     time.sleep(0.5)
-    assert seconds() - before < 0.2 * (time.monotonic() - began)
+    assert cpu_s() - before < 0.2 * (time.monotonic() - began)
 
 
-# -- attacks, and very many events ----------------------------------------------------------------
+# -- attacks --------------------------------------------------------------------------------------
 
 
 def told_without_end(directory: Path, until: float) -> None:
@@ -428,13 +419,10 @@ def told_without_end(directory: Path, until: float) -> None:
                     ask("describe", chains=[chain] if is_good else rng.choice(BAD_CHAINS))
 
 
-FUZZ_S = float(os.environ.get("FUZZ_S", "120"))
-
-
 @pytest.mark.parametrize("what", ["events", "replays", "socket"])
 @pytest.mark.parametrize(
     "seconds",
-    [2.0, pytest.param(FUZZ_S, marks=[pytest.mark.long, pytest.mark.timeout(3 * FUZZ_S)])],
+    [2.0, pytest.param(120.0, marks=[pytest.mark.long, pytest.mark.timeout(360)])],
 )
 def test_whatever_is_done_memory_is_bounded_and_who_behaves_is_served(node, line, what, seconds):
     shard, engine, process = node.start(), node.join(), psutil.Process()
@@ -472,32 +460,3 @@ def test_whatever_is_done_memory_is_bounded_and_who_behaves_is_served(node, line
     assert growth < 160 * 2**20
     assert shard.status()["events"]["problem"] in ("", FULL)
     assert beats[-1] - beats[0] >= took / 4
-
-
-@pytest.mark.long
-def test_a_million_events_beside_subscribers_that_read_nothing_take_little_memory(node):
-    node.start(spec=spec(num_slabs=16, slots_per_slab=256))
-    engine, process = node.join(), psutil.Process()
-    arena, sub = node.attach(), node.subscribe()
-    context = node.stack.enter_context(zmq.Context())
-    for _ in range(3):
-        stuck = node.stack.enter_context(context.socket(zmq.SUB))
-        stuck.set_hwm(1)
-        stuck.subscribe(b"")
-        stuck.connect(node.addresses()[0])
-    before, peak, num_events, first = process.memory_info().rss, 0, 0, 0
-    while num_events < 10**6:
-        prompts = [engine.prompt(*range(at, at + 64)) for at in range(first, first + 2048, 64)]
-        first += 2048
-        for keys in prompts:
-            store(arena, keys)
-        last = int.from_bytes(keys[-1][:8], "big")
-        sub.read_until(lambda one, last=last: last in one.content["CPU"])
-        num_events += 2048 + len(sub.removed)
-        sub.removed.clear()
-        peak = max(peak, process.memory_info().rss)
-    recent = [key for prompt in prompts for key in prompt if num_here(arena, [key])]
-    sub.read_until(lambda one: hashes(recent) <= set(one.content["CPU"]))
-    sub.read_until(lambda one: len(one.content["CPU"]) <= 4096)
-    print(f"{num_events} events, {(peak - before) / 2**20:.0f} MiB more")
-    assert peak - before < 256 * 2**20
