@@ -237,32 +237,28 @@ def test_what_others_have_no_room_for_is_said_to_stay(tier, heats):
     assert "and 96KiB that others have no room for stay" in sentence
 
 
-TREES = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 4)), min_size=1, max_size=12)
-
-
-def tree(sizes: list[tuple[int, int]]) -> Tables:
-    """Return tables with chains, each of them on top of a block that is there already."""
-    tables = make_tables(num_slabs=8, slots_per_slab=8)
-    known = [(None, 0)]
-    for seed, (at, length) in enumerate(sizes):
-        parent, depth = known[at % len(known)]
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[Tables, Callable[[Array], Array]]:
+    """Return tables with chains, each on top of a block that is there already, and their ranks."""
+    tables, known = make_tables(num_slabs=8, slots_per_slab=8), [(None, 0)]
+    lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=12))
+    for seed, length in enumerate(lengths):
+        parent, depth = draw(st.sampled_from(known[:9]))
         keys = chain(length, seed=str(seed), head=parent)
         put(tables, keys, parent=parent, depth=depth)
         known += [(key, depth + nth + 1) for nth, key in enumerate(keys)]
-    return tables
-
-
-def ranked(sizes: list[tuple[int, int]], seed: int) -> tuple[Tables, Callable[[Array], Array]]:
-    """Return the tables, and what ranks their slots."""
-    tables = tree(sizes)
-    ranks = np.random.default_rng(seed).permutation(tables.geometry.num_slots).astype(float)
+    chance = np.random.default_rng(draw(st.integers(0, 9)))
+    ranks = chance.permutation(tables.geometry.num_slots).astype(float)
     return tables, ranks.__getitem__
 
 
-@settings(max_examples=examples(100))
-@given(TREES, st.integers(0, 9))
-def test_the_order_is_that_of_eviction_from_its_end(sizes, seed):
-    tables, rank = ranked(sizes, seed)
+on_trees = settings(max_examples=examples(100))
+
+
+@on_trees
+@given(trees())
+def test_the_order_is_that_of_eviction_from_its_end(tree):
+    tables, rank = tree
     going = choose_victims(tables, 99, within=np.arange(tables.geometry.num_slots), rank=rank)
     assert hottest_first(tables, rank).tolist() == going[::-1].tolist()
 
@@ -275,11 +271,10 @@ def test_a_block_that_is_read_goes_like_any_other():
     assert len(hottest_first(tables, lambda slots: slots)) == 3
 
 
-@settings(max_examples=examples(100))
-@given(TREES, st.integers(0, 9))
-def test_spans_have_every_block_once_and_parents_first(sizes, seed):
-    tables, rank = ranked(sizes, seed)
-    slots = hottest_first(tables, rank)
+@on_trees
+@given(trees())
+def test_spans_have_every_block_once_and_parents_first(tree):
+    tables, slots = tree[0], hottest_first(*tree)
     spans = [span_of(tables, chain, "mover") for chain in chains_of(tables, slots)]
     keys = [key for span in spans for key in split_keys(span.keys)]
     assert sorted(keys) == sorted(tables.slot_key[slot].tobytes() for slot in slots)
@@ -297,22 +292,20 @@ def test_spans_have_every_block_once_and_parents_first(sizes, seed):
             before = key
 
 
-@settings(max_examples=examples(100))
-@given(TREES, st.integers(1, 5))
-def test_a_chain_goes_to_one_node_and_each_block_to_some(sizes, num_targets):
-    tables = tree(sizes)
-    slots = hottest_first(tables, lambda slots: slots)
+@on_trees
+@given(trees(), st.integers(1, 5))
+def test_a_chain_goes_to_one_node_and_each_block_to_some(tree, num_targets):
+    tables, slots = tree[0], hottest_first(*tree)
     shares = shared_out(tables, slots, num_targets)
     assert sorted(np.concatenate(shares).tolist()) == sorted(slots.tolist())
     heads = [set(tables.slot_head[share].tolist()) for share in shares]
     assert sum(map(len, heads)) == len(set().union(*heads))
 
 
-@settings(max_examples=examples(100))
-@given(TREES, st.integers(1, 60_000), st.integers(1, 9))
-def test_batches_keep_within_their_bounds(sizes, bytes_max, blocks_max):
-    tables = tree(sizes)
-    slots = hottest_first(tables, lambda slots: slots)
+@on_trees
+@given(trees(), st.integers(1, 60_000), st.integers(1, 9))
+def test_batches_keep_within_their_bounds(tree, bytes_max, blocks_max):
+    tables, slots = tree[0], hottest_first(*tree)
     found = list(batches(tables, slots, bytes_max=bytes_max, blocks_max=blocks_max))
     assert np.concatenate(found).tolist() == slots.tolist()
     for batch in found:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
@@ -163,21 +162,6 @@ def test_what_was_cleared_does_not_come_back(full):
     full.stop(flush=True)
     full.serve()
     assert full.status()["recovered_blocks"] == 0
-
-
-def test_a_damaged_file_costs_blocks_and_serves_no_wrong_one(node):
-    node.serve()
-    keys = chain(30)
-    node.store(keys)
-    node.stop(flush=True)
-    for path in (node.parent / "nvme").iterdir():
-        content = np.fromfile(path, dtype=np.uint8)
-        content[len(content) // 2 :: 3 * SLOT] ^= 1
-        content.tofile(path)
-    node.serve()
-    answer = node.stage(keys)
-    assert answer["num_blocks"] < 30
-    assert node.num_right(keys) == answer["num_blocks"]
 
 
 def test_a_directory_that_cannot_be_used_is_said_and_nothing_is_made_but_the_last_one(node):

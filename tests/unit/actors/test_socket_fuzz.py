@@ -170,14 +170,14 @@ def test_who_has_gone_leaves_nothing_behind(engine, shard):
 def test_a_bad_note_in_a_report_costs_nothing_but_itself(engine, shard, caplog):
     engine.call("register", timeout_s=WAIT_S, **GOOD["register"])
     good = RequestNote(77, 1.0, 40, 4, 0, 0, 9, "not_stored")
-    notes = [pack(good._replace(request_id=78, wanted=-1)), pack(good)]
+    notes = [pack(good._replace(request_id=78, wanted=-1)), b"junk", None, pack(good)]
     told = {**RANK, "counters": {"requests": 5}, "requests": notes, "prompts": b"no sample"}
     assert engine.call("report", timeout_s=WAIT_S, **told)["known"] is True
     found = {one.note.request_id for one in shard.requests.asked("r", None, 9)}
     assert found & {77, 78} == {77}
     (rank,) = (one for one in shard.status()["replicas"] if one["connected"])
     assert rank["counters"] == {"requests": 5}
-    assert "2 notes of replica 'r'" in caplog.text
+    assert "4 notes of replica 'r'" in caplog.text
 
 
 @fuzzed

@@ -83,11 +83,6 @@ def test_a_curve_is_drawn_again_when_there_are_new_prompts_only(made):
     assert until_drawn(made)["sampled_prompts"] > first["sampled_prompts"]
 
 
-def test_bytes_that_are_no_sample_are_refused(made):
-    with pytest.raises(ConfigError):
-        made.note(ORIGIN, 1000, b"nothing of the kind")
-
-
 def test_a_shard_that_starts_again_takes_a_sample_that_is_dense_enough_and_no_other(made):
     before_restart = prompts(limit=2**60)
     limit = made.note(ORIGIN, 1000, before_restart.pack())
@@ -146,13 +141,6 @@ def test_of_too_many_the_oldest_go():
     kept = [request_id for _, request_id, _ in found(log)]
     assert kept == list(range(99, 99 - len(kept), -1))
     assert 5 < len(kept) < 20
-
-
-def test_a_broken_note_costs_itself():
-    log = RequestLog()
-    negative = pack(RequestNote(3, 1.0, 40, 4, 0, 0, -1, "not_stored"))
-    assert log.note(ONE, [note(1), b"junk", negative, None, note(2)]) == 3
-    assert found(log) == [("one", 2, 0), ("one", 1, 0)]
 
 
 def test_what_is_no_list_of_notes_is_refused():

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -229,38 +230,28 @@ async def test_a_shard_with_too_many_stages_answers_at_once(nodes, stager, monke
 # -- handover -------------------------------------------------------------------------------------
 
 
-class HangingDisk:
-    """A disk with every block, of which none ever comes."""
-
-    def __init__(self) -> None:
-        self.num_asked = 0
-
-    def may_ask(self, now: float) -> bool:
-        return True
-
-    def peer(self) -> Peer:
-        return Peer()
-
-    def runs(self, keys: list[BlockKey], parts: list[int]) -> list[Run]:
-        return [Run(stop=len(keys), holders={NVME: 1})] if keys[0] not in KEYS else []
-
-    async def promote(self, order: FetchOrder) -> FetchReport:
-        self.num_asked += 1
-        await asyncio.Event().wait()
-        raise AssertionError
-
-
 async def test_a_disk_that_hangs_leaves_places_for_what_others_have(nodes, monkeypatch):
     monkeypatch.setattr(stager_module, "_STAGES_MAX", 8)
     monkeypatch.setattr(stager_module, "_WAITING_MAX", 4)
     store(nodes["b"].arena, KEYS)
-    disk, stager = HangingDisk(), nodes.stager()
+    asked: list[FetchOrder] = []
+
+    async def promote(order: FetchOrder) -> FetchReport:
+        asked.append(order)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def runs(keys: list[BlockKey], parts: list[int]) -> list[Run]:
+        return [Run(stop=len(keys), holders={NVME: 1})] if keys[0] not in KEYS else []
+
+    disk = SimpleNamespace(may_ask=lambda now: True, peer=Peer, runs=runs, promote=promote)
+    stager = nodes.stager()
     stager._nvme = stager._fetcher._nvme = lambda: disk  # type: ignore[assignment, return-value]
     stages = [stage(stager, chain(5, seed=str(one)), 3.0) for one in range(7)]
     await asyncio.sleep(0.1)
     staged = await stage(stager, wait_s=3.0)
     assert (staged.num_blocks, staged.reason) == (20, "none")
-    assert disk.num_asked == 4
+    assert len(asked) == 4
     refused = [one.result().reason for one in stages if one.done()]
     assert refused == ["too_slow"] * 3
     for one in stages:
