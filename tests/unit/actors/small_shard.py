@@ -44,13 +44,12 @@ OTHER_LAYOUT = replace(NAMESPACE, kv_dtype="float8", part_bytes=256)
 
 
 class Line:
-    """A lookup that follows shards without Ray, and can be cut off or replaced.
+    """A lookup that follows shards without Ray, and can be replaced.
 
     Its thread begins with the first shard that it follows, and ends after the last one.
     """
 
     def __init__(self) -> None:
-        self.cut = False
         self.heard: list[Poll] = []
         """Polls that were answered."""
         self._shards: dict[str, Shard] = {}
@@ -92,8 +91,6 @@ class Line:
             await asyncio.sleep(0.01)
 
     async def _ask(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
-        if self.cut:
-            raise ShardUnavailable("The lookup is cut off.")
         if method == "shard_names":
             return list(self._shards)
         if actor not in self._shards:

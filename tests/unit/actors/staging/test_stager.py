@@ -1,6 +1,7 @@
 """Staging into a real arena from others: one fetch a block, deadlines, handover, and what fails."""
 
 import asyncio
+import itertools
 import shutil
 import tempfile
 import time
@@ -425,40 +426,35 @@ async def test_however_many_ask_no_block_comes_twice_and_none_is_wrong(held, ask
 @pytest.mark.parametrize("nodes", [16], indirect=True)
 async def test_a_large_stage_comes_in_pieces_and_brings_the_same(nodes, stager, monkeypatch, have):
     monkeypatch.setattr(stager_module, "_PIECE", 3)
-    asked: list[int] = []
-
-    def see(method: str, count: Callable[[Any, Any], int]) -> None:
-        real = getattr(Arena, method)
-
-        def seen(arena: Arena, keys: Any, others: Any, **more: Any) -> Any:
-            if arena is stager._arena:
-                asked.append(count(keys, others))
-            return real(arena, keys, others, **more)
-
-        monkeypatch.setattr(Arena, method, seen)
-
     store(nodes["b"].arena, KEYS[:18], part=0)
     store(nodes["b"].arena, KEYS, part=1)
     for part in (0, 1):
         store(nodes["a"].arena, KEYS[:have], part=part)
-    turns = 0
+    asks = prefix_of(KEYS, PartRequest(0), PartRequest(1, 4))
+    sizes: list[int] = []
+    present, lease_for, turns = Arena.present, Arena.lease_for, itertools.count()
 
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
+    def seen(real: Callable[..., Any], size: Callable[[Any, Any], int]) -> Callable[..., Any]:
+        def look(arena: Arena, keys: Any, others: Any, **more: Any) -> Any:
+            if arena is stager._arena:
+                sizes.append(size(keys, others))
+            return real(arena, keys, others, **more)
+
+        return look
+
+    async def take_turns() -> None:
+        for _ in turns:
             await asyncio.sleep(0)
 
-    task = asyncio.ensure_future(others())
-    see("present", lambda keys, parts: len(keys) * len(parts))
-    see("lease_for", lambda _, readers: len(readers) * len(readers[0]))
-    asks = prefix_of(KEYS, PartRequest(0), PartRequest(1, 4))
-    staged = await stager.stage(asks, until=later())
-    monkeypatch.undo()
+    task = asyncio.ensure_future(take_turns())
+    with monkeypatch.context() as patch:
+        patch.setattr(Arena, "present", seen(present, lambda keys, parts: len(keys) * len(parts)))
+        patch.setattr(Arena, "lease_for", seen(lease_for, lambda _, asked: len(asked[0])))
+        staged = await stager.stage(asks, until=later())
     task.cancel()
     assert staged.num_blocks == max(18, have)
-    assert max(asked) <= 20, "a step of a fetch at most"
-    assert turns >= len(asked) // 2
+    assert max(sizes) <= 20, "a step of a fetch at most"
+    assert next(turns) >= len(sizes) // 2
     held = nodes["a"].arena.lease_for(KEYS, asks.readers)
     assert held.num_blocks == staged.num_blocks
     assert all(nodes["a"].arena.tables.slot_leases[slots].min() >= 2 for slots in held.slots)
