@@ -64,17 +64,14 @@ class Tier:
     def restart(self, partition: int = 0) -> None:
         self.lookups[partition] = self._lookup()
 
-    def ask(self, name: str = "a", partition: int = 0, most: int = MOST) -> Delta:
-        poll = self.lookups[partition].poll(name, partition, most)
-        return asyncio.run(self.announcers[name].delta(poll, 0.0))
-
-    def follow(self, name: str = "a", partition: int = 0, most: int = MOST) -> None:
+    def follow(self, name: str = "a", partition: int = 0) -> None:
         """Ask until there is no more."""
-        more = True
+        lookup, more = self.lookups[partition], True
         while more:
-            delta = self.ask(name, partition, most)
+            poll = lookup.poll(name, partition, MOST)
+            delta = asyncio.run(self.announcers[name].delta(poll, 0.0))
             self.replies.append(delta)
-            for _ in self.lookups[partition].take(name, delta):
+            for _ in lookup.take(name, delta):
                 pass
             more = delta.more
 
@@ -87,8 +84,8 @@ class Tier:
         for partition in range(len(self.lookups)):
             self.follow(name, partition)
 
-    def matched(self, keys: list[BlockKey]) -> int:
-        return max(one.match(1, *keys).num_blocks for one in self.lookups)
+    def matched(self, keys: list[BlockKey], partition: int = 0) -> int:
+        return self.lookups[partition].match(1, *keys).num_blocks
 
     def sizes(self) -> list[tuple[bool, int]]:
         """Return of each reply whether it begins a list of all, and how many changes it has."""
@@ -288,20 +285,17 @@ def chain_of(partition: int, length: int = 3) -> list[BlockKey]:
 two = pytest.mark.parametrize("tier", [2], indirect=True)
 
 
-def matched(tier: Tier, keys: list[BlockKey]) -> list[int]:
-    return [one.index.match(b"".join(keys), 1).num_blocks for one in tier.lookups]
-
-
 @two
 def test_a_chain_is_announced_to_one_partition_and_removed_there(tier, arena):
     store(arena, chain_of(0))
     store(arena, chain_of(1))
     tier.see(arena)
-    assert (matched(tier, chain_of(0)), matched(tier, chain_of(1))) == ([3, 0], [0, 3])
+    assert [tier.matched(chain_of(0), partition) for partition in (0, 1)] == [3, 0]
+    assert [tier.matched(chain_of(1), partition) for partition in (0, 1)] == [0, 3]
     tier.replies.clear()
     tier.restart(1)
     tier.see(arena)
-    assert matched(tier, chain_of(1)) == [0, 3]
+    assert tier.matched(chain_of(1), 1) == 3
     assert tier.sizes() == [(False, 0), (True, 3)], "who restarts is rebuilt alone"
     ArenaOwner(arena).clear()
     tier.see(arena)
@@ -315,10 +309,10 @@ def test_a_block_whose_chain_is_not_known_is_found_and_removed_in_every_partitio
     made = arena.reserve(keys[1:], **below, needs_parent=False)
     assert arena.commit(made, np.zeros(2, dtype="<u8"))
     tier.see(arena)
-    assert matched(tier, keys[1:]) == [2, 2]
+    assert [tier.matched(keys[1:], partition) for partition in (0, 1)] == [2, 2]
     ArenaOwner(arena).clear()
     tier.see(arena)
-    assert matched(tier, keys[1:]) == [0, 0]
+    assert [tier.matched(keys[1:], partition) for partition in (0, 1)] == [0, 0]
 
 
 @pytest.mark.anyio
@@ -331,15 +325,6 @@ async def test_the_namespaces_of_all_shards_stay_known_while_a_partition_starts(
         asked = polled(None, most=0, partition=partition, namespaces=namespaces)
         await announcer.delta(asked, 60.0)
     assert announcer.namespaces == {5, 7}
-
-
-@two
-def test_a_shard_goes_by_the_partitions_that_ask(tier, announcer, arena):
-    tier.look(arena)
-    tier.follow(partition=1)
-    assert announcer.num_shards == 1
-    tier.now += 60.0
-    assert announcer.num_shards == 0
 
 
 # -- partial blocks ------------------------------------------------------------------------------

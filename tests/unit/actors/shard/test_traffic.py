@@ -116,21 +116,15 @@ def found(log: RequestLog, **which: object) -> list[tuple[str, int, int]]:
 
 def test_the_latest_come_first_and_a_second_note_takes_the_place_of_the_first():
     log = RequestLog()
-    log.note(ONE, [note(1), note(2)])
-    log.note(TWO, [note(1)])
-    log.note(ONE, [note(1, end=4)])
+    log.note(ONE, [note(1), note(2, name="cmpl-9c1d-0")])
+    log.note(TWO, [note(1, name="cmpl-7f3a-0")])
+    log.note(ONE, [note(1, end=4, name="chatcmpl-7f3a")])
     assert found(log) == [("one", 1, 4), ("two", 1, 0), ("one", 2, 0)]
     assert found(log, replica="one", last=1) == [("one", 1, 4)]
     assert found(log, request=1) == [("one", 1, 4), ("two", 1, 0)]
     assert found(log, request=9) == []
-
-
-def test_a_request_is_found_by_a_part_of_what_its_server_calls_it():
-    log = RequestLog()
-    log.note(ONE, [note(1, name="chatcmpl-7f3a"), note(2, name="cmpl-9c1d-0")])
-    log.note(TWO, [note(3, name="cmpl-7f3a-0")])
-    assert found(log, request="7f3a") == [("two", 3, 0), ("one", 1, 0)]
-    assert found(log, request="7f3a", replica="one") == [("one", 1, 0)]
+    assert found(log, request="7f3a") == [("one", 1, 4), ("two", 1, 0)], "by a part of its name"
+    assert found(log, request="7f3a", replica="one") == [("one", 1, 4)]
     assert found(log, request="7f3b") == []
 
 
