@@ -79,12 +79,6 @@ class Node:
         with contextlib.closing(open_arena(self.parent / "shm")) as arena:
             store(arena, keys)
 
-    def wait_until_looked_at(self, keys: list[BlockKey]) -> None:
-        """Return once the shard ranks `keys`: what came since its last look goes last."""
-        wait_for(lambda: self.line.matched(keys) == len(keys))
-        heard = len(self.line.heard)
-        wait_for(lambda: len(self.line.heard) >= heard + 3)
-
     def stage(self, keys: list[BlockKey]) -> dict[str, Any]:
         rank = {"timeout_s": 5, "replica": "r", "rank": 0}
         with contextlib.closing(ShardSocket(self.parent / "shm")) as engine:
@@ -126,7 +120,10 @@ def test_what_leaves_a_full_arena_is_a_hit_from_disk(node):
     node.serve()
     old = chain(30, seed="old")
     node.store(old)
-    node.wait_until_looked_at(old)
+    # What came since its last look goes last.
+    wait_for(lambda: node.line.matched(old) == 30)
+    heard = len(node.line.heard)
+    wait_for(lambda: len(node.line.heard) >= heard + 3)
     node.store(chain(20, seed="new"))
     wait_for(lambda: node.status()["demoted_blocks"] >= 30)
     node.store(chain(60, seed="more"))

@@ -317,23 +317,17 @@ def test_an_engine_that_behaves_is_served_beside_a_process_that_does_not(directo
         rank = {"timeout_s": WAIT_S, "replica": "good", "rank": 0}
         engine.call("register", **rank, namespace=NAMESPACE.to_wire())
         stack.callback(Far(f"{__name__}:Besiegers", directory, 7).kill)
-        slowest_s, count, before = 0.0, 0, None
+        count, before = 0, None
         until = time.monotonic() + seconds
         while time.monotonic() < until or count < 10:
-            began, count = time.monotonic(), count + 1
+            count += 1
             note = pack(RequestNote(count, 1.0, 40, 4, 0, 0, 9, "not_stored"))
             answer = engine.call("report", **rank, counters={"requests": count}, requests=[note])
             assert answer["known"], "its connection was ended"
-            slowest_s = max(slowest_s, time.monotonic() - began)
             if before is None and time.monotonic() > until - 0.8 * seconds:
                 before, _ = shard.call("look", timeout_s=WAIT_S)
             time.sleep(0.02)
         after, heartbeat_s = shard.call("look", timeout_s=WAIT_S)
         shard.call("stop", timeout_s=WAIT_S)
-    growth = after - before
-    print(
-        f"{count} reports, the slowest {slowest_s:.3f} s; heartbeats at most"
-        f" {heartbeat_s:.2f} s apart; {before >> 20} MiB, grown by {growth >> 20} MiB"
-    )
-    assert growth < _GROWTH_MAX
+    assert after - before < _GROWTH_MAX
     assert heartbeat_s < WAIT_S / 2
