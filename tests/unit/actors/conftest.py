@@ -13,11 +13,10 @@ from kvray.actors.owner.ownership import sweep
 from kvray.actors.shard.shard import Shard
 from kvray.store import Arena
 from tests.far import Far
-from tests.unit.actors.nodes import Nodes
+from tests.unit.actors.nodes import Nodes, Tier, make_tier
 from tests.unit.actors.shard_process import shard_process
 from tests.unit.actors.small_mover import MakeNode, Node, near
 from tests.unit.actors.small_shard import Line, open_arena, settings_for, wait_until_serving
-from tests.unit.actors.two_shards import Tier, make_tier
 from tests.unit.conftest import StartChild
 from tests.unit.store.child import Child
 

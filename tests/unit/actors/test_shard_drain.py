@@ -26,7 +26,7 @@ from kvray.store.arena import key_index, slots
 from kvray.store.arena.eviction import choose_victims
 from kvray.store.arena.tables import Array, Tables
 from tests.examples import examples
-from tests.unit.actors.two_shards import Tier
+from tests.unit.actors.nodes import Tier
 from tests.unit.store.small_arena import (
     chain,
     find,

@@ -17,8 +17,8 @@ from kvray.routing import Profile
 from kvray.store.arena import key_index
 from kvray.store.arena.tables import Array
 from kvray.trace import spans
+from tests.unit.actors.nodes import HURRIED, MINE, Tier
 from tests.unit.actors.small_shard import NAMESPACE
-from tests.unit.actors.two_shards import HURRIED, MINE, Tier
 from tests.unit.store.small_arena import SLOT, chain, served, store
 from tests.unit.tracing import CALLER, TRACEPARENT, id_of, parent_of, sdk
 from tests.waiting import wait_for
