@@ -4,7 +4,7 @@ import asyncio
 import os
 import resource
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,10 @@ class Engine:
     async def is_hung_up_on(self) -> bool:
         return await asyncio.wait_for(self._reader.read(), 5) == b""
 
+    @property
+    def has_place(self) -> bool:
+        return not self._reader.at_eof() and self._reader.exception() is None
+
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[EngineServer]:
@@ -63,31 +67,6 @@ async def connect(
     yield connect
     for one in engines:
         one.writer.close()
-
-
-@pytest.fixture
-def silent(server: EngineServer, tmp_path: Path) -> Iterator[Callable[[int], list[socket.socket]]]:
-    clients: list[socket.socket] = []
-
-    def connect(count: int) -> list[socket.socket]:
-        for _ in range(count):
-            clients.append(socket.socket(socket.AF_UNIX))
-            clients[-1].connect(str(tmp_path / "socket"))
-            clients[-1].setblocking(False)
-        return clients
-
-    yield connect
-    for one in clients:
-        one.close()
-
-
-def hung_up(client: socket.socket) -> bool:
-    try:
-        return client.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except ConnectionError:
-        return True
 
 
 # -- answers that take a while --------------------------------------------------------------------
@@ -161,12 +140,12 @@ async def test_who_is_hung_up_on_while_he_is_answered_does_not_stay(server, conn
 # -- those that do not behave ---------------------------------------------------------------------
 
 
-async def test_silent_connections_keep_nobody_out(connect, silent, monkeypatch):
+async def test_silent_connections_keep_nobody_out(connect, monkeypatch):
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 8)
-    clients = silent(30)
+    clients = [await connect() for _ in range(30)]
     assert (await (await connect()).ask())["ok"]
     await asyncio.sleep(0.05)
-    assert sum(not hung_up(one) for one in clients) == 3, "half of the places, with the last"
+    assert sum(one.has_place for one in clients) == 3, "half of the places, with the last"
 
 
 async def test_a_process_that_uses_its_share_of_places_gets_no_more(connect, monkeypatch, caplog):
@@ -196,27 +175,27 @@ async def test_processes_that_nobody_can_tell_apart_have_all_places(connect, mon
     assert all([(await engine.ask())["ok"] for engine in engines])
 
 
-async def test_who_was_silent_loses_his_place_and_an_engine_does_not(connect, silent, monkeypatch):
+async def test_who_was_silent_loses_his_place_and_an_engine_does_not(connect, monkeypatch):
     pids = iter(range(1, 100))
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 4)
     monkeypatch.setattr(engine_server, "_pid_of", lambda peer: next(pids))
-    clients = silent(4)
+    clients = [await connect() for _ in range(4)]
     engines = [await connect() for _ in range(4)]
     assert all([(await engine.ask())["ok"] for engine in engines])
-    assert all(map(hung_up, clients))
+    assert not any(one.has_place for one in clients)
     assert await (await connect()).is_hung_up_on()
     assert all([(await engine.ask())["ok"] for engine in engines])
 
 
-async def test_who_has_most_connections_loses_one_to_a_newcomer(connect, silent, monkeypatch):
+async def test_who_has_most_connections_loses_one_to_a_newcomer(connect, monkeypatch):
     pids = iter([*[8] * 3, *[7] * 4, 9])
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 8)
     monkeypatch.setattr(engine_server, "_SILENT_S", 0.0)
     monkeypatch.setattr(engine_server, "_pid_of", lambda peer: next(pids, 10))
-    clients = silent(8)
+    clients = [await connect() for _ in range(8)]
     assert (await (await connect()).ask())["ok"]
     await asyncio.sleep(0.05)
-    assert [hung_up(one) for one in clients] == [*[False] * 3, True, *[False] * 4]
+    assert [one.has_place for one in clients] == [*[True] * 3, False, *[True] * 4]
 
 
 async def test_who_hangs_up_leaves_his_place(server, connect):
@@ -236,15 +215,14 @@ async def test_whoever_connects_and_says_half_or_nothing_is_hung_up_on(connect, 
     assert (await engine.ask())["ok"], "an engine may be silent"
 
 
-async def test_large_frames_that_are_unfinished_have_a_bound_together(connect, silent, monkeypatch):
+async def test_large_frames_that_are_unfinished_have_a_bound_together(connect, monkeypatch):
     monkeypatch.setattr(engine_server, "_LARGE_BYTES_MAX", 2**20)
-    clients = silent(10)
+    clients = [await connect() for _ in range(10)]
     for client in clients:
-        frame = wire.LENGTH.pack(2**19) + bytes(1000)
-        await asyncio.get_running_loop().sock_sendall(client, frame)
+        client.writer.write(wire.LENGTH.pack(2**19) + bytes(1000))
         await asyncio.sleep(0)
     assert (await (await connect()).ask(x=bytes(2**18)))["size"] == 2**18
-    assert sum(not hung_up(one) for one in clients) == 1
+    assert sum(one.has_place for one in clients) == 1
 
 
 async def test_large_frames_that_are_finished_count_no_more(connect, monkeypatch):
@@ -294,7 +272,7 @@ async def test_without_descriptors_it_waits_and_says_so_once(server, tmp_path, m
     assert "no connection can be accepted at the moment (Too many open files)" in caplog.text
 
 
-async def test_connections_leave_descriptors_to_all_others(server, connect, silent, monkeypatch):
+async def test_connections_leave_descriptors_to_all_others(server, connect, monkeypatch):
     """A quarter of the limit is taken by others: connections get half of the rest."""
     monkeypatch.setattr(engine_server, "_pid_of", lambda peer: 0)
     had = [os.dup(0) for _ in range(40)]
@@ -302,8 +280,7 @@ async def test_connections_leave_descriptors_to_all_others(server, connect, sile
     monkeypatch.setattr(engine_server, "_places", lambda: taken)  # of a limit of twice that
     try:
         for _ in range(2 * taken):
-            silent(1)
-            await asyncio.sleep(0)
+            await connect()
         await asyncio.sleep(0.05)
         assert len(server._clients) <= taken - taken // 2 + 1
         assert (await (await connect()).ask())["ok"]
