@@ -1,6 +1,5 @@
 """A scheduler that asks for blocks of other nodes always gets an answer, and in time."""
 
-import contextlib
 import os
 import resource
 import socket
@@ -19,7 +18,6 @@ from kvray.node import StageCalls, StageReply, stage_calls
 from kvray.node.stage_calls import ShardSocket
 from kvray.store import Lease
 from tests.kit.shard_socket import Peer, Script, echo, request_on
-from tests.unit.node.conftest import in_a_fork
 from tests.unit.store.small_arena import chain
 from tests.waiting import HANG_S, wait_for
 
@@ -49,13 +47,14 @@ def ask(calls: StageCalls, wait_s: float = 5.0) -> StageReply:
     return calls.stage(KEYS, replica="one", rank=2, wait_s=wait_s, tokens_per_s=1000.0)
 
 
-@contextlib.contextmanager
-def silent(peer: Peer) -> Iterator[None]:
-    """Have the peer take a connection and do nothing meanwhile."""
-    done = threading.Event()
-    peer.scripts = [lambda _: done.wait(HANG_S) and None]
-    yield
-    done.set()
+def silent(heard: list[dict[str, Any]]) -> Script:
+    """Return a script that answers nothing until it is hung up on."""
+
+    def play(connection: socket.socket) -> None:
+        while True:
+            heard.append(request_on(connection))
+
+    return play
 
 
 def sending(data: bytes) -> Script:
@@ -152,11 +151,11 @@ def test_without_a_shard_the_answer_is_that_it_is_away(calls):
 
 
 def test_a_frozen_shard_costs_the_wait_once_and_then_nothing(peer, calls):
-    with silent(peer):
-        began = time.monotonic()
-        assert ask(calls, wait_s=0.1) == LATE
-        assert time.monotonic() - began >= 0.1
-        assert not calls.can_ask
+    peer.scripts = [silent([])]
+    began = time.monotonic()
+    assert ask(calls, wait_s=0.1) == LATE
+    assert time.monotonic() - began >= 0.1
+    assert not calls.can_ask
 
 
 def test_a_full_backlog_does_not_hold_the_scheduler_up(directory, calls):
@@ -183,18 +182,11 @@ def test_a_shard_that_cannot_find_out_is_left_alone(peer, calls):
 
 def test_the_shard_hears_once_whose_answers_did_not_arrive(peer, calls):
     """It may have leased for ranks on other nodes, which nobody would ever release."""
-    released = threading.Event()
     lost: list[dict[str, Any]] = []
     heard: list[dict[str, Any]] = []
-
-    def late(connection: socket.socket) -> None:
-        lost.append(request_on(connection))
-        released.wait(HANG_S)
-
     reply = {"num_blocks": 0, "reason": "not_stored"}
-    peer.scripts = [late, answering(reply, reply, heard=heard)]
+    peer.scripts = [silent(lost), answering(reply, reply, heard=heard)]
     ask(calls, wait_s=0.1)
-    released.set()
     ask(calls)
     ask(calls)
     assert [request["unread"] for request in heard] == [[lost[0]["token"]], []]
@@ -296,21 +288,6 @@ def test_a_request_that_no_frame_takes_leaves_the_connection_alone(peer, client)
     assert peer.connections == 1
 
 
-def test_a_forked_child_cannot_use_it_and_does_no_harm(peer, client):
-    peer.scripts = [echo]
-    assert client.call("echo", timeout_s=5, n=1)["n"] == 1
-
-    def call() -> int:
-        with pytest.raises(ShardUnavailable):
-            client.call("echo", timeout_s=5, n=9)
-        client.close()
-        return 0
-
-    assert in_a_fork(call) == 0
-    assert client.call("echo", timeout_s=5, n=2)["n"] == 2
-    assert peer.connections == 1
-
-
 def test_it_works_with_descriptors_above_what_select_takes(peer, client):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 1200:
@@ -329,20 +306,13 @@ def test_it_works_with_descriptors_above_what_select_takes(peer, client):
 
 
 def test_a_call_that_waits_can_be_interrupted_and_the_next_one_is_answered(peer, client):
-    asked, done = threading.Event(), threading.Event()
-
-    def silent(connection: socket.socket) -> None:
-        connection.recv(1)
-        asked.set()
-        done.wait(5)
-
-    peer.scripts = [silent, echo]
+    heard: list[dict[str, Any]] = []
+    peer.scripts = [silent(heard), echo]
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(client.call, "hello", timeout_s=600)
-        assert asked.wait(30)
+        wait_for(lambda: heard)
         client.interrupt()
         with pytest.raises(ShardUnavailable, match="hung up"):
             call.result(60)
-    done.set()
     client.interrupt()  # nobody waits
     assert client.call("echo", timeout_s=30, n=1)["n"] == 1
