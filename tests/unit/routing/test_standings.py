@@ -44,8 +44,8 @@ def survey(
     )
 
 
-def loads(**options: float) -> ReplicaLoads:
-    made = ReplicaLoads(pool_blocks=1000, prefill_tokens_per_s=options.get("rate", 10_000.0))
+def loads() -> ReplicaLoads:
+    made = ReplicaLoads(pool_blocks=1000, prefill_tokens_per_s=10_000.0)
     made.retain(NAMES)
     return made
 
