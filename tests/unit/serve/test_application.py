@@ -1,6 +1,11 @@
-"""The application: its settings, and what the router takes and refuses."""
+"""The application: its settings, what the router takes and refuses, and `kvray.serve.llm`."""
 
+import importlib
+import json
 import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,18 +14,24 @@ pytest.importorskip("ray.serve")
 pytest.importorskip("openai")
 
 from pydantic import ValidationError
+from ray import serve
 from ray.serve._private.common import DeploymentID
 
 from kvray.errors import ConfigError
 from kvray.serve import Settings, app
 from kvray.serve.routed import Routed
 from kvray.serve.router import KvRayRouter, _prompt_of
+from kvray.vllm import CONNECTOR
+
+SCALED = {"min_replicas": 1, "max_replicas": 3}
 
 
-def test_values_of_a_command_line_are_read_as_those_of_a_file():
-    told = {"model": "tiny", "num_replicas": "3", "engine_options": '{"num_blocks": 128}'}
-    read = Settings(model="tiny", num_replicas=3, engine_options={"num_blocks": 128})
-    assert Settings.model_validate(told) == read
+@pytest.mark.parametrize("engines", [{"num_replicas": 3}, {"autoscaling_config": SCALED}])
+def test_values_of_a_command_line_are_read_as_those_of_a_file(engines):
+    lists = {"command": ["mine", "{port}"], "paths": ["/v1", "/score"]}
+    read = {"engine_options": {"num_blocks": 128}, **lists, **engines}
+    told = {name: json.dumps(value) for name, value in read.items()}
+    assert Settings.model_validate(told).model_dump(include={*read}) == read
 
 
 @pytest.mark.parametrize("options", ["num_blocks=128", "[128]"])
@@ -30,11 +41,8 @@ def test_options_that_are_no_json_object_are_refused(options):
 
 
 def test_engines_are_of_a_number_or_scaled_by_serve():
-    scaled = '{"min_replicas": 1, "max_replicas": 3}'
-    told = Settings.model_validate({"autoscaling_config": scaled})
-    assert told.autoscaling_config == {"min_replicas": 1, "max_replicas": 3}
     with pytest.raises(ValidationError, match="exclude each other"):
-        Settings.model_validate({"autoscaling_config": scaled, "num_replicas": 2})
+        Settings(autoscaling_config=SCALED, num_replicas=2)
 
 
 def test_an_ingress_that_is_replaced_gives_its_answers_to_the_end():
@@ -54,24 +62,19 @@ def test_a_missing_package_is_a_sentence(monkeypatch):
     [
         ([[1, 2, 3], 16], {}, [1, 2, 3]),
         ([], {"kvray_tokens": [4, 5]}, [4, 5]),
-        ([[1]], {"kvray_tokens": [4, 5]}, [4, 5]),
+        ([[1]], {"kvray_tokens": [4, 5], "kvray_salt": "a/b", "kvray_lora": "/l"}, [4, 5]),
         ([{"messages": []}], {"kvray_tokens": np.array([7])}, [7]),
     ],
 )
-def test_token_ids_are_found(args, kwargs, tokens):
+def test_token_ids_are_found_and_salt_and_adapter_as_parts_of_their_keys(args, kwargs, tokens):
     found, marks = _prompt_of(args, kwargs)
     assert list(found) == tokens
-    assert marks == {"salt": None, "lora": None}
+    assert marks == {"salt": kwargs.get("kvray_salt"), "lora": kwargs.get("kvray_lora")}
 
 
 @pytest.mark.parametrize("args", [[], ["text"], [["a", "b"]], [[]], [None], [[True]]])
 def test_what_is_no_prompt_is_passed_over(args):
     assert _prompt_of(args, {}) == (None, {})
-
-
-def test_salt_and_adapter_are_parts_of_the_keys():
-    kwargs = {"kvray_tokens": [1], "kvray_salt": "a/b", "kvray_lora": "/l"}
-    assert _prompt_of([], kwargs)[1] == {"salt": "a/b", "lora": "/l"}
 
 
 def test_an_argument_that_it_does_not_have_is_named(caplog, monkeypatch):
@@ -96,10 +99,49 @@ def test_options_are_those_of_a_file_and_of_the_settings(tmp_path):
         given.options()
 
 
-def test_lists_of_a_command_line_are_json():
-    told = Settings.model_validate({"command": '["mine", "{port}"]', "paths": '["/v1", "/score"]'})
-    assert (told.command, told.paths) == (["mine", "{port}"], ["/v1", "/score"])
-
-
 def test_serve_pickles_the_routers_module_by_value_and_what_an_ingress_tells_it_by_is_elsewhere():
     assert Routed.__module__ != KvRayRouter.__module__  # else `isinstance` fails in the router
+
+
+class Backend:
+    """As that of ray.serve.llm."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.kv_transfer_config = config
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """What `kvray.serve.llm` registers with ray.serve.llm, for which there are stand-ins."""
+    found: dict[str, str] = {}
+    factory = SimpleNamespace(is_registered=found.__contains__, register_backend=found.__setitem__)
+    transfer = "ray.llm._internal.serve.engines.vllm.kv_transfer"
+    base = SimpleNamespace(DefaultConnectorBackend=Backend)
+    monkeypatch.setitem(sys.modules, f"{transfer}.base", base)
+    module = SimpleNamespace(KVConnectorBackendFactory=factory)
+    monkeypatch.setitem(sys.modules, f"{transfer}.factory", module)
+    monkeypatch.delitem(sys.modules, "kvray.serve.llm", raising=False)
+    importlib.import_module("kvray.serve.llm")
+    yield found
+    del sys.modules["kvray.serve.llm"]
+
+
+OWN = {"kvray_replica": "mine", "kvray_config": "/etc/kvray.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("written", "extra"),
+    [
+        ({"kv_connector": "KvRayConnector"}, {"kvray_replica": "r7k2"}),
+        ({**CONNECTOR, "kv_connector_extra_config": OWN}, OWN),
+    ],
+)
+def test_a_connectors_name_is_all_that_a_user_writes_and_what_he_writes_stays(
+    registered, monkeypatch, written, extra
+):
+    replica = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r7k2"))
+    monkeypatch.setattr(serve, "get_replica_context", lambda: replica)
+    module, name = registered["KvRayConnector"].split(":")
+    config = dict(written)
+    getattr(importlib.import_module(module), name)(config).setup()
+    assert config == {**CONNECTOR, "kv_connector_extra_config": extra}

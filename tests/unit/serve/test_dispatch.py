@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY, Mock, call
 
 import numpy as np
 import pytest
@@ -52,27 +53,6 @@ class Answer:
         return await event if isinstance(event, asyncio.Future) else event
 
 
-class Decisions:
-    """Notes what an ingress tells the router, one line a request."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-        self._number = 0
-
-    def count(self) -> int:
-        self._number += 1
-        return self._number
-
-    def sent(self, request: str, replica: str, *, now: float) -> None:
-        self.told.append(f"{request} sent to {replica}")
-
-    def first_token(self, request: str, *, now: float) -> None:
-        self.told.append(f"{request} has a token")
-
-    def over(self, request: str, *, now: float) -> None:
-        self.told.append(f"{request} is over")
-
-
 class Handle:
     """As the handle of Ray's Serve, whose router takes replicas `a`, `b` and so on."""
 
@@ -92,7 +72,7 @@ class Handle:
         self.is_thawed = asyncio.Event()
         self.thaws_at = 0
         self.contexts: list[str] = []
-        self.decisions = Decisions()
+        self.decisions = Mock()
         self.here: list[str] = []
 
     def options(self, **_: Any) -> "Handle":
@@ -103,10 +83,8 @@ class Handle:
         self, *, kvray_tokens: Any, kvray_salt: str | None, kvray_routed: Routed
     ) -> AsyncIterator[Any]:
         assert (kvray_tokens is HINT.tokens, kvray_salt) == (True, HINT.salt)
-        told: Any = self.decisions
-        request = f"request {self.decisions.count()}"
-        kvray_routed.follow(told, request, self.here)
         self.contexts.append(_get_serve_request_context()._internal_request_id)
+        kvray_routed.follow(self.decisions, f"request {len(self.contexts)}", self.here)
         if len(self.contexts) == self.thaws_at:
             self.is_thawed.set()
         if failure := next(self._failures, None):
@@ -185,24 +163,22 @@ async def test_the_prompt_is_brought_to_the_chosen_replica_before_it_is_dispatch
     assert await listen(handle) == [head("a"), b"text"]
     assert handle.log == ["choose a", "bring to engine-a", "dispatch a", "leave a"]
     await asyncio.sleep(0.01)  # in which the loop ends the answer's generators
-    assert handle.decisions.told == [
-        "request 1 sent to engine-a",
-        "request 1 has a token",
-        "request 1 is over",
+    assert handle.decisions.mock_calls == [
+        call.sent("request 1", "engine-a", now=ANY),
+        call.first_token("request 1", now=ANY),
+        call.over("request 1", now=ANY),
     ]
 
 
-async def test_a_replica_that_is_gone_is_passed_over():
-    handle = Handle([ReplicaUnavailableError("a")], whole("b"))
+@pytest.mark.parametrize(
+    ("fault", "is_cancelled"), [(ReplicaUnavailableError("a"), False), ("silence", True)]
+)
+async def test_a_replica_that_is_gone_or_silent_is_passed_over(monkeypatch, fault, is_cancelled):
+    monkeypatch.setattr("kvray.serve.dispatch._TAKEN_S", (0.05, 0.05, 20.0))
+    handle = Handle([fault], whole("b"))
     assert await listen(handle) == [head("b"), b"text"]
     assert handle.log[3:] == ["leave a", "choose b", "bring to engine-b", "dispatch b", "leave b"]
-
-
-async def test_a_silent_replica_is_passed_over_and_its_request_cancelled(monkeypatch):
-    monkeypatch.setattr("kvray.serve.dispatch._TAKEN_S", (0.05, 0.05, 20.0))
-    handle = Handle(["silence"], whole("b"))
-    assert await listen(handle) == [head("b"), b"text"]
-    assert [answer.is_cancelled for answer in handle.answers] == [True, False]
+    assert [answer.is_cancelled for answer in handle.answers] == [is_cancelled, False]
 
 
 async def test_a_replica_that_goes_before_the_first_byte_is_replaced_once():
@@ -404,15 +380,10 @@ async def bring(prefetcher: Prefetcher, *replicas: str) -> list[Prefetched | Non
     return [await prefetcher.bring([1, 2], name, "acme/1") for name in replicas]
 
 
-async def test_it_asks_for_the_prompt_with_its_salt(prefetcher, client):
-    assert await bring(prefetcher, "a") == [BROUGHT]
-    assert client.asked == [("a", "acme/1")]
-
-
 async def test_a_node_that_fails_is_left_alone_and_the_others_are_not(prefetcher, client):
     client.failures["a"] = ShardUnavailable("No answer.")
     assert await bring(prefetcher, "a", "a", "b") == [None, None, BROUGHT]
-    assert [name for name, _ in client.asked] == ["a", "b"]
+    assert client.asked == [("a", "acme/1"), ("b", "acme/1")], "with its salt"
 
 
 async def test_a_late_answer_is_not_waited_for_twice(prefetcher, client):

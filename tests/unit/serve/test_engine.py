@@ -50,14 +50,18 @@ def engine(start: Start) -> Iterator[Any]:
     engine.__del__()
 
 
-async def listen(
-    engine: Any, max_tokens: int, prompt: Sequence[int] = (5, 6, 7), *, stream: bool = False
-) -> tuple[Head, bytes]:
-    """Return an answer whole."""
+def asked_for(
+    max_tokens: int, prompt: Sequence[int] = (5, 6, 7), *, stream: bool = False
+) -> Forwarded:
     body = {"model": "tiny", "prompt": [*prompt], "max_tokens": max_tokens, "stream": stream}
     headers = [(b"content-type", b"application/json")]
-    asked = Forwarded("POST", "/v1/completions", headers, json.dumps(body).encode())
-    name, head, *chunks = [one async for one in engine.forward(asked, len(prompt))]
+    return Forwarded("POST", "/v1/completions", headers, json.dumps(body).encode())
+
+
+async def listen(engine: Any, *args: Any, **options: Any) -> tuple[Head, bytes]:
+    """Return an answer whole, to what `asked_for` makes."""
+    asked = asked_for(*args, **options)
+    name, head, *chunks = [one async for one in engine.forward(asked, 3)]
     assert (name, chunks[-1]) == ("engine-0", b"")
     return head, b"".join(chunks)
 
@@ -121,13 +125,7 @@ async def test_a_stream_that_opens_beside_a_long_silent_answer_is_not_its_silenc
     whole = asyncio.create_task(listen(engine, LONG_TOKENS))
     await asyncio.sleep(2 * STALL_S)
     await engine.check_health()
-    asked = Forwarded(
-        "POST",
-        "/v1/completions",
-        [(b"content-type", b"application/json")],
-        json.dumps({"model": "tiny", "prompt": [5], "max_tokens": 2, "stream": True}).encode(),
-    )
-    pieces = engine.forward(asked, 1)
+    pieces = engine.forward(asked_for(2, stream=True), 3)
     assert [await anext(pieces), type(await anext(pieces))] == ["engine-0", Head]
     await engine.check_health()
     await pieces.aclose()

@@ -166,6 +166,7 @@ def test_other_answers_that_break_off_end_early():
 
 
 def test_answers_are_counted_by_their_status():
+    assert not spans.is_on()
     client = client_of(Handle(whole("a")))
     client.post(CHAT)
     client.post("/nowhere")
@@ -262,8 +263,3 @@ async def test_a_client_that_goes_away_ends_the_span_as_an_error(sdk, is_cut, ki
     assert ingress.status.status_code is StatusCode.ERROR
     assert ingress.attributes["error.type"] == kind
     assert [one.is_cancelled for one in handle.answers] == [is_cut]
-
-
-def test_without_an_sdk_a_request_is_answered_as_ever():
-    assert not spans.is_on()
-    assert post(Handle(whole("a"))).status_code == 200

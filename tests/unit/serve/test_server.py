@@ -5,7 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -121,28 +124,29 @@ SPAWNS = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-open(sys.argv[1], "w").close()
+open(sys.argv[1] + "/up", "w").close()
 time.sleep(600)
 """
-
-
-KEEPER = [sys.executable, "-m", "kvray.serve.keeper", "/nowhere"]
 KEEP = (
     "import sys, kvray.serve.keeper as k; k._GRACE_S = 0.5;"
     " sys.exit(k.keep(sys.argv[1], sys.argv[2:]))"
 )
 
 
+@contextmanager
+def kept(code: str, where: Path) -> Iterator[Any]:
+    """Have a server that runs `code`; give its keeper, and all below that, once it is up."""
+    served = [str(where / "files"), sys.executable, "-c", code, str(where)]
+    command = [sys.executable, "-c", KEEP, *served]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as keeper:
+        wait_for((where / "up").exists, "the server")
+        yield keeper, psutil.Process(keeper.pid).children(recursive=True)
+
+
 @pytest.mark.parametrize("is_killed", [False, True])  # as Ray does with a worker's children
 def test_a_server_ends_with_its_parent_and_all_that_it_started_with_it(tmp_path, is_killed):
-    is_up = tmp_path / "up"
-    left = tmp_path / "files"
-    left.mkdir()
-    command = [sys.executable, "-c", KEEP, str(left), sys.executable, "-c", SPAWNS, str(is_up)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as keeper:
-        wait_for(is_up.exists, "the server")
-        below = psutil.Process(keeper.pid).children(recursive=True)
-        assert keeper.stdin is not None
+    (tmp_path / "files").mkdir()
+    with kept(SPAWNS, tmp_path) as (keeper, below):
         if is_killed:
             os.killpg(keeper.pid, signal.SIGKILL)
         else:
@@ -150,31 +154,21 @@ def test_a_server_ends_with_its_parent_and_all_that_it_started_with_it(tmp_path,
             assert keeper.wait(60) == 128 + signal.SIGKILL, "it ignored the milder signal"
         gone, alive = psutil.wait_procs(below, timeout=20)
         assert (len(gone), alive) == (3, [])
-    assert not left.exists()
+    assert not (tmp_path / "files").exists()
 
 
 def test_a_server_that_ends_by_itself_leaves_none_of_its_own(tmp_path):
-    is_up = tmp_path / "up"
     code = SPAWNS.replace("time.sleep(600)\n", "time.sleep(2)\n")
-    command = [*KEEPER, sys.executable, "-c", code, str(is_up)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as keeper:
-        wait_for(is_up.exists, "the server")
-        below = psutil.Process(keeper.pid).children(recursive=True)
+    with kept(code, tmp_path) as (keeper, below):
         assert keeper.wait(60) == 0
-        _, alive = psutil.wait_procs(below, timeout=20)
-        assert alive == []
+        assert psutil.wait_procs(below, timeout=20)[1] == []
 
 
 def test_a_server_ends_with_its_keeper(tmp_path):
-    is_up = tmp_path / "up"
-    code = "import sys, time; open(sys.argv[1], 'w').close(); time.sleep(600)"
-    command = [*KEEPER, sys.executable, "-c", code, str(is_up)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as keeper:
-        wait_for(is_up.exists, "the server")
-        below = psutil.Process(keeper.pid).children(recursive=True)
+    code = "import sys, time; open(sys.argv[1] + '/up', 'w').close(); time.sleep(600)"
+    with kept(code, tmp_path) as (_, below):
         below[0].kill()
-        gone, _ = psutil.wait_procs(below, timeout=20)
-        assert len(gone) == 2
+        assert len(psutil.wait_procs(below, timeout=20)[0]) == 2
 
 
 LEAVES = """
@@ -188,13 +182,9 @@ time.sleep(600)
 
 
 def test_shared_memory_of_a_server_that_is_killed_is_removed(tmp_path):
-    command = [*KEEPER, sys.executable, "-c", LEAVES, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as keeper:
-        wait_for((tmp_path / "up").exists, "the server")
+    with kept(LEAVES, tmp_path) as (keeper, (_, server, tracker)):
         left = Path("/dev/shm") / (tmp_path / "named").read_text()
         assert left.exists()
-        server = psutil.Process(keeper.pid).children()[0].children()[0]
-        (tracker,) = server.children()
         server.kill()
         assert keeper.wait(60) == 128 + signal.SIGKILL
         assert not left.exists()
