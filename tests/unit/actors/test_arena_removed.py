@@ -2,11 +2,10 @@
 
 import contextlib
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -115,19 +114,12 @@ def test_a_disk_goes_on_below_the_new_arena(make_shard, directory, tmp_path):
 
 
 def test_a_shard_waits_for_the_memory_that_engines_still_have(shard, directory, monkeypatch):
-    before, fits = arena_id(shard), threading.Event()
-    make = Arena.create.__func__  # type: ignore[attr-defined]
-
-    def create(cls: type[Arena], *args: Any, **more: Any) -> Any:
-        if not fits.is_set():
-            raise CapacityError("It does not fit.")
-        return make(cls, *args, **more)
-
+    before = arena_id(shard)
     monkeypatch.setattr(shard_module, "_LOST_RETRY_S", 0.05)
-    monkeypatch.setattr(Arena, "create", classmethod(create))
-    (directory / ARENA_FILE).unlink()
-    wait_for(lambda: "It does not fit." in shard.status().get("message", ""))
-    fits.set()
+    with monkeypatch.context() as full:
+        full.setattr(Arena, "create", Mock(side_effect=CapacityError("It does not fit.")))
+        (directory / ARENA_FILE).unlink()
+        wait_for(lambda: "It does not fit." in shard.status().get("message", ""))
     wait_for(lambda: arena_id(shard) not in ("", before))
 
 

@@ -1,11 +1,15 @@
-"""Arguments of calls that are large: they come in pieces, and are whole again."""
+"""Calls over Ray: large arguments come in pieces, and Ray's own errors are the tier's sentences."""
 
 import random
+from unittest.mock import Mock
 
 import pytest
+from ray.exceptions import GetTimeoutError
 
 from kvray.actors.mover.orders import FetchOrder, LeaseGroup, LeaseRequest, Span
+from kvray.actors.ray_glue import calls
 from kvray.actors.ray_glue.arguments import in_pieces, packed, unpacked
+from kvray.errors import ShardUnavailable
 
 
 def order(num_blocks: int) -> FetchOrder:
@@ -45,3 +49,11 @@ def test_pieces_of_bytes_are_all_of_them(num_bytes):
     assert pieces
     assert b"".join(pieces) == data
     assert max(map(len, pieces)) < 100 * 2**10, "Ray sends them with the call"
+
+
+def test_a_head_that_does_not_answer_when_an_actor_is_looked_up_is_a_sentence(monkeypatch):
+    late = GetTimeoutError("Failed to get the actor: is the GCS server dead?")
+    monkeypatch.setattr(calls, "current_namespace", lambda: "kvray-prod")
+    monkeypatch.setattr("ray.get_actor", Mock(side_effect=late))
+    with pytest.raises(ShardUnavailable, match="did not answer in time"):
+        calls.get_actor("kvray-lookup")

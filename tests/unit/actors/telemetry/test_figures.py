@@ -1,13 +1,17 @@
 """Figures of a real shard, lookup and supervisor: declared, labelled, and true to statuses.
 
-A rank's counters become totals of metrics, told apart by lives; growth is given once.
+A rank's counters become totals of metrics, told apart by lives; growth is given once. What goes
+wrong in the exporter's thread is nobody else's trouble.
 """
 
+import logging
 import math
+import threading
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from hypothesis import given
@@ -15,6 +19,7 @@ from hypothesis import strategies as st
 
 from kvray.actors.lookup.lookup import Lookup
 from kvray.actors.shard.shard import Shard
+from kvray.actors.telemetry import metrics_export
 from kvray.actors.telemetry.figures import (
     Figures,
     Increments,
@@ -26,13 +31,15 @@ from kvray.actors.telemetry.figures import (
     mover_figures,
     totals_of,
 )
+from kvray.actors.telemetry.metrics_export import MetricsExport, MetricsThread
 from kvray.engine.shared_state import DropReason, TimeHistogram
+from kvray.errors import ShardUnavailable
 from kvray.metrics import METRICS, PREFIX
 from kvray.node.stage_calls import ShardSocket
 from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.small_shard import NAMESPACE, nvme_for
 from tests.unit.store.small_arena import SLOT, chain, store
-from tests.waiting import wait_for
+from tests.waiting import HANG_S, wait_for
 
 NODE = "0123456789ab"
 MINE = replace(NAMESPACE, part_bytes=SLOT)
@@ -371,3 +378,51 @@ def test_over_any_lives_the_increments_add_up_to_what_was_counted(lives, counted
                 given_ = {key: given_[key] + grown[key] for key in given_}
         counted = {key: counted[key] + totals[key] for key in counted} if steps else counted
     assert given_ == counted
+
+
+# -- the exporter ---------------------------------------------------------------------------------
+
+
+def test_what_goes_wrong_is_logged_once_and_tried_again(caplog):
+    looks, enough = [], threading.Event()
+
+    def look(now: float) -> Figures:
+        looks.append(now)
+        if len(looks) < 4:
+            raise ValueError("a defect")
+        enough.set()
+        return Figures()
+
+    thread = MetricsThread(look, "tier", every_s=0.3)
+    try:
+        assert enough.wait(HANG_S)
+    finally:
+        thread.stop()
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said == "the export of figures failed and will be tried again"
+
+
+def test_a_part_that_starts_or_ends_has_no_figures_and_that_is_no_error(caplog):
+    with caplog.at_level(logging.INFO):
+        MetricsExport("tier").attempt(Mock(side_effect=ShardUnavailable("It is closed.")), 1.0)
+    assert caplog.records == []
+
+
+@pytest.fixture
+def look() -> Mock:
+    return Mock(return_value=Figures())
+
+
+def test_figures_are_not_looked_at_twice_in_a_moment(look):
+    export = MetricsExport("tier")
+    for now in (10.0, 10.1, 10.2, 11.0):
+        export.attempt(look, now)
+    assert look.call_args_list == [call(10.0), call(11.0)]
+
+
+def test_the_more_work_it_is_to_look_the_longer_is_the_pause(look, monkeypatch):
+    monkeypatch.setattr(metrics_export.time, "thread_time", lambda: 0.1 * look.call_count)
+    export = MetricsExport("tier")
+    for tenths in range(100, 170):
+        export.attempt(look, tenths / 10)
+    assert look.call_args_list == [call(10.0), call(15.0)]
