@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvray.actors.mover.mover import Mover
-from kvray.actors.mover.orders import (
-    FetchOrder,
-    FetchReport,
-    Span,
-)
+from kvray.actors.mover.orders import FetchOrder, FetchReport, Span
 from kvray.config import StagingConfig
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey

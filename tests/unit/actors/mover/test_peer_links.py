@@ -3,7 +3,9 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import ray
 
 from kvray.actors.mover import peer_links as module
 from kvray.actors.mover.fenced_slots import FencedSlots
-from kvray.actors.mover.orders import LeaseRequest, ReadLease, SendOrder
+from kvray.actors.mover.orders import LeaseRequest, ReadLease
 from kvray.actors.mover.peer_links import PeerLinks
 from kvray.errors import ShardUnavailable, TransferTimeout
 from kvray.store import Arena
@@ -23,17 +25,10 @@ from tests.unit.store.small_arena import SLOT, chain, make_arena, spec, store
 from tests.waiting import wait_for
 
 
-class Firewall:
-    """Stands before nixl's pushes, and notes how many blocks each has."""
-
-    def __init__(self) -> None:
-        self.is_shut = False
-        self.pushed: list[int] = []
-
-
 @pytest.fixture
-def firewall(monkeypatch: pytest.MonkeyPatch) -> Firewall:
-    made, send = Firewall(), NixlTransport.send
+def firewall(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stands before nixl's pushes, and notes how many blocks each has."""
+    made, send = SimpleNamespace(is_shut=False, pushed=[]), NixlTransport.send
 
     def push(self: NixlTransport, address: bytes, sources: Array, *rest: Any, **more: Any) -> None:
         made.pushed.append(len(sources))
@@ -49,12 +44,12 @@ def firewall(monkeypatch: pytest.MonkeyPatch) -> Firewall:
 
 
 @pytest.fixture
-def source(make_node: MakeNode, firewall: Firewall) -> Node:
+def source(make_node: MakeNode, firewall: Any) -> Node:
     return make_node("a", transports=("nixl", "object_ref"))
 
 
 @pytest.fixture
-def target(make_node: MakeNode, firewall: Firewall) -> Node:
+def target(make_node: MakeNode, firewall: Any) -> Node:
     return make_node("b", transports=("nixl", "object_ref"))
 
 
@@ -121,47 +116,36 @@ def test_requests_that_fail_count_too(source, target, firewall, monkeypatch):
 # -- without movers ---------------------------------------------------------------------------
 
 
-class Answerer:
-    """Movers that answer as they are told."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.transports: list[list[str]] = []
-
-    def lease(self, mover: str, request: LeaseRequest, *, timeout_s: float) -> ReadLease:
-        self.transports.append(list(request.addresses))
-        if isinstance(self.error, ShardUnavailable):
-            raise self.error
-        return ReadLease(token=1, transport=next(iter(request.addresses)), groups=())
-
-    def send(self, mover: str, order: SendOrder, *, timeout_s: float) -> None:
-        if self.error is not None:
-            raise self.error
-
-    def release(self, mover: str, token: int, suspects: bytes, *, timeout_s: float) -> None:
-        pass
-
-
 class Scene:
     """Links by `first` and `second` to a mover `m`."""
 
     def __init__(self, arena: Arena) -> None:
         self.now = 100.0
-        self.answerer = Answerer()
+        self.transports: list[list[str]] = []
+        """Those of each handshake."""
+        self.is_gone = False
         memory = np.zeros(8, dtype=np.uint8)
         self.fenced = {
             name: FencedSlots(arena, ObjectRefTransport(memory)) for name in ("first", "second")
         }
-        self.links = PeerLinks(self.fenced, self.answerer, call_timeout_s=1.0, now=lambda: self.now)
+        self.links = PeerLinks(
+            self.fenced, Mock(lease=self._lease), call_timeout_s=1.0, now=lambda: self.now
+        )
         self.links.connect(["m"])
+
+    def _lease(self, mover: str, request: LeaseRequest, *, timeout_s: float) -> ReadLease:
+        self.transports.append(list(request.addresses))
+        if self.is_gone:
+            raise ShardUnavailable("It is gone.")
+        return ReadLease(token=1, transport=next(iter(request.addresses)), groups=())
 
     def count_handshakes(self, seconds: float) -> int:
         """Return how many there are in so many seconds."""
-        before = len(self.answerer.transports)
+        before = len(self.transports)
         for _ in range(round(2 * seconds)):
             self.now += 0.5
             self.links.handshake()
-        return len(self.answerer.transports) - before
+        return len(self.transports) - before
 
     def fail(self, transport: str) -> None:
         self.links.fail("m", transport, "It broke.")
@@ -178,12 +162,12 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 def test_a_silent_node_gets_a_handshake_again_about_once_a_minute(scene):
     scene.links.handshake()
     scene.links.handshake()
-    assert scene.answerer.transports == [["first", "second"]]
+    assert scene.transports == [["first", "second"]]
     assert 5 <= scene.count_handshakes(600) <= 21
 
 
 def test_who_does_not_answer_gets_fewer_and_fewer_handshakes_and_nothing_is_left_out(scene):
-    scene.answerer.error = ShardUnavailable("It is gone.")
+    scene.is_gone = True
     assert 5 <= scene.count_handshakes(120) <= 10
     assert scene.count_handshakes(1200) <= 21
     assert scene.links.transports_for("m") == ["first", "second"]
@@ -199,10 +183,10 @@ def test_failures_in_a_row_leave_a_transport_out(scene):
     assert scene.links.transports_for("m") == ["second"]
     assert scene.links.transports_for("another") == ["first", "second"]
     scene.links.handshake()
-    assert scene.answerer.transports == [["second"]]
+    assert scene.transports == [["second"]]
     scene.now += 10
     scene.links.handshake()
-    assert scene.answerer.transports == [["second"], ["first"]]
+    assert scene.transports == [["second"], ["first"]]
     assert scene.links.transports_for("m") == ["first", "second"]
 
 
@@ -233,7 +217,7 @@ def test_an_end_that_was_renewed_is_made_known_at_once(scene):
     scene.fenced["first"].incarnation += 1  # as `settle` does behind the fence
     scene.links.handshake()
     scene.links.handshake()
-    assert len(scene.answerer.transports) == 2
+    assert len(scene.transports) == 2
 
 
 def test_nodes_that_are_gone_are_forgotten(scene):
@@ -247,10 +231,10 @@ def test_nodes_that_are_gone_are_forgotten(scene):
 
 def test_closing_ends_the_handshakes(scene):
     scene.links.start()
-    wait_for(lambda: bool(scene.answerer.transports))
+    wait_for(lambda: bool(scene.transports))
     scene.links.close()
     scene.links.close()
     scene.links.connect(["another"])
-    count = len(scene.answerer.transports)
+    count = len(scene.transports)
     time.sleep(2 * module._SWEEP_S)
-    assert len(scene.answerer.transports) == count
+    assert len(scene.transports) == count
