@@ -59,7 +59,7 @@ def processes_of(name: str) -> list[psutil.Process]:
     return local_ray._family(local_ray.local_dir(name))
 
 
-def test_a_cluster_is_found_until_it_is_stopped_and_there_is_one(name, script):
+def test_a_cluster_is_found_until_it_is_stopped_and_there_is_one(name, script, monkeypatch):
     script(STARTS)
     started = local_ray.start(name)
     assert started.address == "10.0.0.5:6379"
@@ -68,18 +68,14 @@ def test_a_cluster_is_found_until_it_is_stopped_and_there_is_one(name, script):
     with pytest.raises(ConfigError, match="is running already"):
         local_ray.start(name)
     assert local_ray.find(name) == started
+    booted_at = psutil.boot_time()
+    with monkeypatch.context() as later:  # somebody has set the clock
+        # The kernel has the present time less the uptime for it.
+        later.setattr(psutil._pslinux, "boot_time", lambda: booted_at + 3600)
+        assert local_ray.find(name) == started
     assert local_ray.stop(name)
     assert local_ray.find(name) is None
     assert processes_of(name) == []
-
-
-def test_a_cluster_is_found_after_somebody_has_set_the_clock(name, script, monkeypatch):
-    script(STARTS)
-    started = local_ray.start(name)
-    booted_at = psutil.boot_time()
-    # The kernel has the present time less the uptime for it.
-    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: booted_at + 3600)
-    assert local_ray.find(name) == started
 
 
 def test_a_worker_without_its_environment_is_known_by_its_log(name, tmp_path):
