@@ -86,15 +86,10 @@ def test_an_arena_whose_file_cannot_be_read_for_a_while_is_kept(link, monkeypatc
     assert link.arena is arena
 
 
-@pytest.fixture
-def mapped(directory: Path) -> Callable[[], int]:
+def num_mapped(directory: Path) -> int:
     """Return how many arenas of the directory this process has mapped, removed ones included."""
-
-    def count() -> int:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        return len({line.split()[4] for line in lines if f"{directory}/arena" in line})
-
-    return count
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return len({line.split()[4] for line in lines if f"{directory}/arena" in line})
 
 
 @pytest.fixture
@@ -124,7 +119,7 @@ def lease(arena: Arena, keys: list[BlockKey]) -> list[Lease]:
 
 
 def test_what_was_leased_is_readable_until_released_however_often_the_tier_is_replaced(
-    link, replace, mapped
+    link, replace, directory
 ):
     held = []
     for number in range(3):
@@ -132,13 +127,13 @@ def test_what_was_leased_is_readable_until_released_however_often_the_tier_is_re
         held.append((arena, keys, lease(arena, keys)[0]))
         replace()
     time.sleep(0.1)
-    assert mapped() == 4
+    assert num_mapped(directory) == 4
     for arena, keys, leased in held:
         assert link.arena_named(arena.arena_id) is arena
         assert fetch(arena, keys, leased)
     for arena, _, leased in held:
         assert arena.release(leased)
-    wait_for(lambda: mapped() == 1, "unmapping")
+    wait_for(lambda: num_mapped(directory) == 1, "unmapping")
     with pytest.raises(ShardUnavailable):
         held[0][0].leased_slots(held[0][2])
 
@@ -159,7 +154,7 @@ def test_an_arena_is_mapped_while_another_process_that_lives_has_a_lease_in_it(
     leader.close()
 
 
-def test_a_release_that_found_a_retired_arena_busy_is_done_all_the_same(link, replace, mapped):
+def test_a_release_that_found_a_retired_arena_busy_is_done_all_the_same(link, replace, directory):
     first = arena_of(link)
     leases = lease(first, chain(3))
     replace()
@@ -168,15 +163,15 @@ def test_a_release_that_found_a_retired_arena_busy_is_done_all_the_same(link, re
     link.defer(first, lambda arena: arena.release(*leases))
     time.sleep(0.1)
     release(first._lock)
-    wait_for(lambda: mapped() == 1, "unmapping")
+    wait_for(lambda: num_mapped(directory) == 1, "unmapping")
 
 
-def test_the_end_of_a_link_unmaps_everything(link, replace, mapped):
+def test_the_end_of_a_link_unmaps_everything(link, replace, directory):
     first = arena_of(link)
     leases = lease(first, chain(3))
     replace().stop(retire=True, timeout_s=5)
     link.detach()
-    assert mapped() == 0
+    assert num_mapped(directory) == 0
     with pytest.raises(ShardUnavailable):
         first.leased_slots(leases[0])
 
@@ -192,12 +187,6 @@ def test_a_full_holder_table_is_tried_again(make_shard, make_link, directory):
     arena_of(link)
     for other in others:
         other.close()
-
-
-def test_an_unreadable_arena_is_no_arena(make_link, directory):
-    directory.mkdir()
-    (directory / "arena").write_bytes(b"garbage")
-    assert make_link().arena is None
 
 
 # -- populating -----------------------------------------------------------------------------------

@@ -27,21 +27,6 @@ def counted(shard: Shard) -> dict[str, dict[str, int]]:
     return {entry["replica"]: entry["counters"] for entry in shard.status()["replicas"]}
 
 
-def test_a_rank_registers_and_its_figures_arrive(shard, link):
-    link.register(registration())
-    (entry,) = shard.status()["replicas"]
-    assert (entry["replica"], entry["connected"]) == ("one", True)
-    wait_for(lambda: counted(shard) == {"one": {"hits": 3}})
-
-
-def test_a_refused_registration_raises_and_is_forgotten(shard, link):
-    link.register(registration())
-    with pytest.raises(LayoutMismatch):
-        link.register(registration("two", namespace=OTHER_LAYOUT))
-    time.sleep(0.1)
-    assert [*counted(shard)] == ["one"]
-
-
 def test_a_registration_refused_later_is_named_once_and_keeps_no_other_waiting(
     make_shard, make_link, caplog
 ):
@@ -59,13 +44,15 @@ def test_a_registration_refused_later_is_named_once_and_keeps_no_other_waiting(
     link.unregister(last)
 
 
-def test_a_refused_rank_is_accepted_once_the_other_is_gone(shard, link, directory):
+def test_a_refused_rank_is_accepted_once_the_other_is_gone(shard, link, directory, monkeypatch):
+    monkeypatch.setattr(link, "_report", lambda: None)  # one under way might register it, too
     waiting = registration("two", namespace=OTHER_LAYOUT)
     with contextlib.closing(ShardSocket(directory)) as other:
         rank = {"replica": "one", "rank": 0, "namespace": NAMESPACE.to_wire()}
         other.call("register", timeout_s=HANG_S, **rank)
         with pytest.raises(LayoutMismatch, match="Replicas two and one both claim"):
             link.register(waiting)
+        assert waiting not in link._registrations
     wait_for(lambda: not connected(shard))
     link.register(waiting)
     assert waiting.accepted

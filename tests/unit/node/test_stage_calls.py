@@ -264,14 +264,6 @@ def test_a_late_reply_is_never_taken_for_the_next_one(peer, client):
     assert client.call("echo", timeout_s=5, n=2)["n"] == 2
 
 
-@pytest.mark.parametrize("garbage", GARBAGE)
-def test_after_garbage_the_next_call_has_a_new_connection(peer, client, garbage):
-    peer.scripts = [sending(garbage), echo]
-    with pytest.raises(TransferError):
-        client.call("echo", timeout_s=5, n=1)
-    assert client.call("echo", timeout_s=5, n=2)["n"] == 2
-
-
 def test_a_hang_up_between_calls_is_noticed_before_the_next(peer, client):
     peer.scripts = [answering({"n": n}) for n in range(3)]
     for n in range(3):
