@@ -107,16 +107,6 @@ def has(*blocks: int):
     return lambda subscriber: set(subscriber.content["CPU"]) == set(blocks)
 
 
-def test_what_is_stored_and_removed_reaches_a_subscriber():
-    with connected() as (publisher, subscriber):
-        publisher.store(1, 2, 3)
-        publisher.remove(2)
-
-        subscriber.read_until(has(1, 3))
-
-        assert subscriber.content["CPU"][3] == (2, (3, 6))
-
-
 def test_a_subscriber_that_comes_late_gets_everything_by_a_replay():
     blocks = range(5 * BATCH_BLOCKS + 1)
     with Publisher(*blocks) as publisher, KvSubscriber(publisher.live, publisher.replay) as late:
@@ -124,12 +114,6 @@ def test_a_subscriber_that_comes_late_gets_everything_by_a_replay():
 
         assert set(late.content["CPU"]) == set(blocks)
         assert late.num_gaps == 1
-
-
-def test_a_subscriber_without_replays_gets_everything_too():
-    blocks = range(300)
-    with Publisher(*blocks) as publisher, KvSubscriber(publisher.live) as plain:
-        plain.read_until(has(*blocks))
 
 
 def test_a_client_that_asks_by_a_plain_request_gets_two_frames_a_batch():
@@ -183,11 +167,11 @@ def test_a_replay_without_room_for_numbers_is_one_batch(monkeypatch):
             assert set(subscriber.content["CPU"]) == set(range(502))
 
 
-def test_a_subscriber_of_an_earlier_run_loses_what_the_new_one_lacks():
-    port = free_port()
-    with Publisher(1, 2, 3, port=port) as publisher:
+def test_a_subscriber_without_replays_gets_everything_and_loses_what_a_later_run_lacks():
+    blocks, port = range(300), free_port()
+    with Publisher(*blocks, port=port) as publisher:
         plain = KvSubscriber(publisher.live)
-        plain.read_until(has(1, 2, 3))
+        plain.read_until(has(*blocks))
     with plain, Publisher(3, 4, port=port, first=FIRST + 1000):
         plain.read_until(has(3, 4))
 
@@ -229,14 +213,16 @@ def test_an_address_that_is_taken_is_named():
         other.bind(FREE, FREE)
 
 
-def test_two_pairs_of_addresses_have_the_same_events():
+def test_what_is_stored_and_removed_reaches_subscribers_of_any_pair_of_addresses():
     with Publisher() as publisher:
         with publisher._lock:
             second = publisher.publisher.bind(FREE, FREE)
         with KvSubscriber(publisher.live, publisher.replay) as one, KvSubscriber(*second) as other:
-            publisher.store(1, 2)
-            one.read_until(has(1, 2))
-            other.read_until(has(1, 2))
+            publisher.store(1, 2, 3)
+            publisher.remove(2)
+            for subscriber in (one, other):
+                subscriber.read_until(has(1, 3))
+                assert subscriber.content["CPU"][3] == (2, (3, 6))
 
 
 STEPS = st.lists(
@@ -317,18 +303,6 @@ class Still:
                 pass
             return False
         return True
-
-
-class Many:
-    """Blocks of which there are more than fit between two ends of a connection."""
-
-    EVENT = replace(stored(1), token_ids=[1] * 1000)
-
-    def num_blocks(self) -> int:
-        return 10_000
-
-    def page(self, after: int, step: int):
-        return [self.EVENT] * step, after + step if after < self.num_blocks() else None
 
 
 @pytest.fixture
@@ -453,7 +427,13 @@ END = frame(1, pack_sequence(-1)) + frame(0, b"")
 
 
 def test_a_replay_that_nobody_takes_holds_nobody_up_and_ends(still):
-    still.publisher._content = Many()
+    # More than fits between two ends of a connection.
+    large = replace(stored(1), token_ids=[1] * 1000)
+    still.held.blocks = dict.fromkeys(range(10_000))
+    still.held.page = lambda after, step: (
+        [large] * step,
+        after + step if after < 10_000 else None,
+    )
     still.publisher.publish([])
     stuck = socket.socket()
     stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

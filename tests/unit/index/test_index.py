@@ -234,12 +234,6 @@ def test_a_shard_that_starts_over_loses_only_what_it_does_not_say_again(halves):
     assert halves.purge(EVERYTHING) == [Loss(keys=KEYS[1], parts=1, shards=("b",))]
 
 
-def test_a_part_that_was_stored_again_is_not_lost_any_more(halves):
-    halves.remove("a", KEYS[0] + KEYS[1], [0, 0])
-    halves.add("c", KEYS[0], [0])
-    assert halves.still_lost(KEYS[0] + KEYS[1], 1) == KEYS[1]
-
-
 # -- what cannot be -------------------------------------------------------------------------------
 
 
