@@ -50,9 +50,7 @@ def registration(replica: str = "one", **changes: Any) -> Registration:
 def arena_of(link: NodeLink) -> Arena:
     """Return the link's arena once it has one."""
     wait_for(lambda: link.arena, "attaching")
-    arena = link.arena
-    assert arena is not None
-    return arena
+    return link.arena
 
 
 def in_a_fork(act: Callable[[], int]) -> int:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvray.identity.block import BlockKey, split_keys
 from kvray.identity.keys import chain_packed, pack
 from kvray.node import BlockTokens, EngineLog, PromptCounts, PromptNotes, engine_log
-from kvray.store.sizing.prompts import BLOCKS_MAX, KEYS_MAX, LIMIT_MAX, SampledPrompts
+from kvray.store.sizing.prompts import BLOCKS_MAX, KEYS_MAX, LIMIT_MAX
 from kvray.trace.request_note import NOTES_MAX, RequestNote, unpack
 from tests.examples import examples
 
@@ -19,9 +19,7 @@ def note(request_id: int, *, end: int = 0) -> RequestNote:
 
 def reported(log: EngineLog) -> list[RequestNote]:
     """Return the requests of the next report."""
-    packed = log.drain()["requests"]
-    assert isinstance(packed, list)
-    return [unpack(one) for one in packed]
+    return [unpack(one) for one in log.drain()["requests"]]
 
 
 def test_what_was_noted_is_taken_once_in_its_order_and_what_could_not_be_reported_first():
@@ -73,12 +71,6 @@ def heard(limit: int = LIMIT_MAX) -> PromptNotes:
     return notes
 
 
-def taken_of(notes: PromptNotes) -> SampledPrompts:
-    taken = notes.take()
-    assert taken is not None
-    return taken
-
-
 def number(key: BlockKey) -> int:
     return int.from_bytes(key[:8], "little")
 
@@ -103,7 +95,7 @@ def test_a_sample_has_the_keys_below_the_limit_and_the_sums_of_all():
     notes.note(first, PromptCounts(1600, 45, 10, 20, 2, 5))
     now[0] += 2.5
     notes.note(second, PromptCounts(1920, 60, hit=99, disk=50, remote=70))
-    taken = taken_of(notes)
+    taken = notes.take()
     below = [[number(key) for key in some if number(key) <= limit] for some in (first, second)]
     assert taken.keys.tolist() == below[0] + below[1]
     asked = sum(number(key) <= limit for key in first[:45])
@@ -118,7 +110,7 @@ def test_a_sample_has_the_keys_below_the_limit_and_the_sums_of_all():
 def test_a_prompt_without_a_sampled_key_is_in_the_sums():
     notes = heard(0)
     notes.note(keys(10), PromptCounts(320, 10))
-    taken = taken_of(notes)
+    taken = notes.take()
     assert (len(taken.ages), taken.num_blocks) == (0, 10)
 
 
@@ -126,7 +118,7 @@ def test_of_a_very_long_prompt_the_first_blocks_are_looked_at():
     notes = heard()
     counts = PromptCounts(32 * (BLOCKS_MAX + 100), BLOCKS_MAX + 90)
     notes.note([keys(1)[0]] * (BLOCKS_MAX + 100), counts)
-    taken = taken_of(notes)
+    taken = notes.take()
     assert taken.lengths.tolist() == [[BLOCKS_MAX, BLOCKS_MAX, 0]]
     assert taken.num_blocks == BLOCKS_MAX
     assert taken.num_tokens == 32 * (BLOCKS_MAX + 100), "the rest counts as never found"
@@ -157,7 +149,7 @@ def test_prompts_beyond_the_bound_are_lost_and_the_shard_is_told_once():
     assert seen + lost == 1000
     assert 100 < seen < 200
     notes.note(prompt, PromptCounts(32_000, len(prompt)))
-    assert taken_of(notes).num_lost == 0
+    assert notes.take().num_lost == 0
 
 
 SIZE = 4
