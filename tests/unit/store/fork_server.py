@@ -50,10 +50,6 @@ class Workers:
         """Wait for a worker's end; return its exit status, or the negative of what killed it."""
         return self._ask("wait", pid)
 
-    def wait_or_stop(self, pid: int) -> int:
-        """As `wait`, and return -SIGSTOP when the worker has stopped."""
-        return self._ask("wait_or_stop", pid)
-
     def _ask(self, *words: object) -> int:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
@@ -72,13 +68,9 @@ def main() -> None:
             answer = os.fork() or _work(module, args)
             living.add(answer)
         else:
-            pid, options = int(args[0]), 0 if command == "wait" else os.WUNTRACED
-            status = os.waitpid(pid, options)[1]
-            if os.WIFSTOPPED(status):
-                answer = -signal.SIGSTOP
-            else:
-                answer = os.waitstatus_to_exitcode(status)
-                living.discard(pid)
+            pid = int(args[0])
+            answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            living.discard(pid)
         print(int(answer), flush=True)
     for pid in living:  # also when the test has died
         os.kill(pid, signal.SIGKILL)

@@ -36,23 +36,16 @@ LOCK_WAIT_S = 0.002
 STEPS, READ, WRITTEN = range(3)
 """Columns of the board: operations done, blocks read and compared, blocks committed."""
 
-SLACK_S = 0.2
-"""For the timer and the call's own work, on a busy machine; who waits for the dead waits longer."""
-
 _PATIENT_S = 20.0
-
-
-def arena_spec() -> ArenaSpec:
-    return ArenaSpec(
-        cluster_name="test", capacity=CAPACITY, slab=256 * 2**10, slot_min=SLOT, holders_max=32
-    )
 
 
 def shard_settings(directory: Path) -> ShardSettings:
     """Return the settings of a shard that buries within milliseconds."""
     return ShardSettings(
         directory=directory,
-        spec=arena_spec(),
+        spec=ArenaSpec(
+            cluster_name="test", capacity=CAPACITY, slab=256 * 2**10, slot_min=SLOT, holders_max=32
+        ),
         arena=ArenaConfig(limbo_s=0.1),
         shard=ShardConfig(announce_s=0.01, heartbeat_s=0.05),
     )
@@ -88,16 +81,12 @@ def prepare() -> None:
 
 
 def run(args: list[str]) -> None:
-    """Run a worker: its role, directory, row on the board, seed, and for `contend` seconds."""
-    role, directory, row, seed, *more = args
+    """Run a worker: its role, directory, row on the board, and seed."""
+    role, directory, row, seed = args
     if role == "shard":
         be_shard(Path(directory), int(row))
-        return
     worker = Worker(Path(directory), int(row), int(seed))
-    if role == "contend":
-        worker.contend(float(more[0]))
-    else:
-        worker.work(share_of_writes={"read": 0.0, "write": 1.0, "both": 0.5}[role])
+    worker.work(share_of_writes={"read": 0.0, "write": 1.0, "both": 0.5}[role])
 
 
 def be_shard(directory: Path, row: int) -> None:
@@ -128,20 +117,15 @@ class Worker:
         insist(lambda: self._has_joined(f"worker {row}"))
         self._counts = board(directory)[row]
         self._random = random.Random(seed)
-        self._waited_s = 0.0
-        """The longest that a lease took, waits for a core aside."""
 
     def work(self, *, share_of_writes: float) -> None:
         while True:
-            self._step(share_of_writes)
-
-    def contend(self, seconds: float) -> None:
-        """Store and load for so long; fail if a lease took longer than it may."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            self._step(0.4)
-        self.arena.close()
-        assert self._waited_s < LOCK_WAIT_S + SLACK_S
+            number, length = self._random.randrange(NUM_CHAINS), self._random.randint(1, LENGTH)
+            if self._random.random() < share_of_writes:
+                self._save(number, length)
+            else:
+                self._load(number, length)
+            self._counts[STEPS] += 1
 
     def _has_joined(self, label: str) -> bool:
         try:
@@ -149,14 +133,6 @@ class Worker:
         except ShardUnavailable:
             return False
         return True
-
-    def _step(self, share_of_writes: float) -> None:
-        number, length = self._random.randrange(NUM_CHAINS), self._random.randint(1, LENGTH)
-        if self._random.random() < share_of_writes:
-            self._save(number, length)
-        else:
-            self._load(number, length)
-        self._counts[STEPS] += 1
 
     def _save(self, number: int, length: int) -> None:
         """Store a chain whole or as a head and a tail; sometimes change one's mind."""
@@ -177,10 +153,7 @@ class Worker:
 
     def _load(self, number: int, length: int) -> None:
         """Lease what there is of a chain, read it with verification, compare every byte."""
-        start, without_core = time.monotonic(), core_wait_s()
         leases = self.arena.lease(keys_of(number)[:length])
-        waited_s = time.monotonic() - start - (core_wait_s() - without_core)
-        self._waited_s = max(self._waited_s, waited_s)
         if not leases:
             return
         (held,) = leases
@@ -191,8 +164,3 @@ class Worker:
         assert np.array_equal(pool, blocks_of(number)[: held.num_slots]), "wrong bytes"
         insist(lambda: self.arena.release(held))
         self._counts[READ] += held.num_slots
-
-
-def core_wait_s() -> float:
-    """Return how long this thread was ready to run and had no core."""
-    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
