@@ -15,6 +15,8 @@ from kvray.store.arena.layout import Array
 from kvray.store.nvme.disk import Disk, DiskFile
 
 SECTOR = 512
+IO_THREADS = 3
+"""Of the store: each may have a write under way."""
 
 Event = tuple[Any, ...]
 
@@ -112,6 +114,19 @@ def after_power_loss(log: Sequence[Event], chance: random.Random, directory: Pat
     share = chance.choice((0.0, 0.1, 0.5, 0.9, 1.0))
     for name, inode in names.items():
         (directory / name).write_bytes(_left_of(inodes[inode], chance, share))
+
+
+def after_kill(log: Sequence[Event], chance: random.Random, directory: Path) -> None:
+    """Write to `directory` what a process leaves that is killed after the events of `log`.
+
+    All that it has written arrives in the end, but of the writes that were under way any sectors.
+    """
+    done = list(log)
+    while done and done[-1][0] == "write" and len(log) - len(done) < IO_THREADS:
+        done.pop()
+    synced = [("sync", event[1]) for event in done if event[0] == "create"]
+    late = log[len(done) :]
+    after_power_loss([*done, *synced, ("sync_directory",), *late], chance, directory)
 
 
 def _apply(names: dict[str, int], change: Event) -> None:

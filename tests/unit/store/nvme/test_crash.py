@@ -1,22 +1,14 @@
 """kill -9 and power losses at any moment: what was promised is there, nothing wrong is served."""
 
-import contextlib
 import random
 import shutil
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.unit.store.fork_server import ROOT
 from tests.unit.store.invariants import check_invariants
-from tests.unit.store.nvme import crashing
-from tests.unit.store.nvme.crashing import SIZES
-from tests.unit.store.nvme.power import Event, RecordingDisk, after_power_loss
+from tests.unit.store.nvme.power import Event, RecordingDisk, after_kill, after_power_loss
 from tests.unit.store.nvme.small_store import (
     Block,
     arena_tables,
@@ -28,70 +20,9 @@ from tests.unit.store.nvme.small_store import (
     promote,
     spec,
 )
-from tests.unit.store.small_arena import chain
+from tests.unit.store.small_arena import SLOT, chain
 
-
-@contextlib.contextmanager
-def crasher(directory: Path, seed: int) -> "Iterator[subprocess.Popen[str]]":
-    """Run a process that works on `directory` until it is killed, at the latest when this ends."""
-    command = [sys.executable, "-m", crashing.__name__, str(directory), str(seed)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        yield process
-        process.kill()
-
-
-def live_and_die(directory: Path, seed: int, life_s: float) -> set[str]:
-    """Run a process on `directory` for a while and kill it; return what must be there."""
-    with crasher(directory, seed) as process:
-        assert process.stdout is not None
-        lines = [process.stdout.readline()]
-        killer = time.monotonic() + life_s
-        while time.monotonic() < killer:
-            lines.append(process.stdout.readline())
-        process.kill()
-        lines += process.stdout.read().splitlines(keepends=True)
-        assert process.wait() == -9, "the process failed; its traceback is above"
-    kept: set[str] = set()
-    for line in lines:
-        what, *names = line.rstrip("\n").split("\t")
-        if not line.endswith("\n"):
-            continue  # it died inside of it
-        if what == "ready":
-            kept = {name for name in names if name}
-        else:
-            kept = set() if "*" in names else kept - set(names)
-    return kept
-
-
-def found_after(directory: Path) -> set[str]:
-    """Open what a death has left and read all of it; return the blocks that are right."""
-    store = open_store(directory, crashing.ASKED)
-    check_invariants(store.tables)
-    assert (store.report.damaged, store.report.truncated, store.report.aside) == (0, 0, ())
-    found = set()
-    for (part, size), keys in crashing.CHAINS.items():
-        valid = promote(store, keys, part=part, block_bytes=size)
-        found |= {f"{part}/{size}/{row}" for row, good in enumerate(valid) if good}
-    # An evicted block comes back if the process dies between its successor's bytes and record. It
-    # is wrong, was found to be, and is forgotten for good with the next records.
-    store.flush()
-    store.close()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("seed", "num_lives"),
-    [(1, 3), *(pytest.param(seed, 25, marks=pytest.mark.long) for seed in range(10, 20))],
-)
-def test_kills_lose_and_spoil_no_block(directory, seed, num_lives):
-    chance = random.Random(seed)
-    for life in range(num_lives):
-        kept = live_and_die(directory, 1000 * seed + life, chance.uniform(0.0, 0.4))
-        assert not kept - found_after(directory), "blocks that were found before are lost"
-
-
-# -- power losses ---------------------------------------------------------------------------------
-
+SIZES = (SLOT, 2 * SLOT + 300)
 CHAINS = {(name, size): chain(24, seed=f"{name} {size}") for name in range(4) for size in SIZES}
 
 
@@ -133,11 +64,14 @@ class Life:
         self.disk.note("ready", frozenset(blocks_of(self.store)))
 
 
-def promised(log: Sequence[Event], cut: int) -> frozenset[Block]:
-    """Return the blocks that were flushed before the cut and have not been evicted since."""
+def promised(log: Sequence[Event], cut: int, kind: str) -> frozenset[Block]:
+    """Return the blocks that were flushed before the cut and have not been evicted since.
+
+    If only the process ends there: those that could be read.
+    """
     kept: frozenset[Block] = frozenset()
     for event in log[:cut]:
-        if event[0] == "flushed":
+        if event[0] == kind:
             kept = event[1]
         elif event[0] == "ready":
             kept &= event[1]
@@ -146,27 +80,24 @@ def promised(log: Sequence[Event], cut: int) -> frozenset[Block]:
     return kept & after
 
 
-def check(log: Sequence[Event], cut: int, chance: random.Random) -> None:
-    directory = Path(tempfile.mkdtemp(prefix="kvray-nvme-"))
-    try:
-        after_power_loss(log[:cut], chance, directory)
-        store = open_store(directory, spec(num_segments=4))
-        check_invariants(store.tables)
-        assert not store.report.aside, "a file had its name before it was whole"
-        valid: set[Block] = set()
-        for (part, size), keys in CHAINS.items():
-            got = promote(store, keys, part=part, block_bytes=size)
-            valid |= {(key, part) for key, good in zip(keys, got, strict=True) if good}
-        missing = promised(log, cut) - valid
-        assert not missing, f"{len(missing)} flushed blocks are lost"
-        store.close()
-        store = open_store(directory, spec(num_segments=4))
-        (part, size), keys = next(iter(CHAINS.items()))
-        demote(store, keys, part=part, block_bytes=size)  # as to any other store
-        promote(store, keys, part=part, block_bytes=size)
-        store.close()
-    finally:
-        shutil.rmtree(directory)
+def check(directory: Path, promised: frozenset[Block], *, is_torn: bool) -> None:
+    """Open what a death has left, read all of it, and go on."""
+    store = open_store(directory, spec(num_segments=4))
+    check_invariants(store.tables)
+    assert not store.report.aside, "a file had its name before it was whole"
+    assert is_torn or (store.report.damaged, store.report.truncated) == (0, 0)
+    valid: set[Block] = set()
+    for (part, size), keys in CHAINS.items():
+        got = promote(store, keys, part=part, block_bytes=size)
+        valid |= {(key, part) for key, good in zip(keys, got, strict=True) if good}
+    missing = promised - valid
+    assert not missing, f"{len(missing)} blocks are lost"
+    store.close()
+    store = open_store(directory, spec(num_segments=4))
+    (part, size), keys = next(iter(CHAINS.items()))
+    demote(store, keys, part=part, block_bytes=size)  # as to any other store
+    promote(store, keys, part=part, block_bytes=size)
+    store.close()
 
 
 @pytest.mark.parametrize(
@@ -176,11 +107,17 @@ def check(log: Sequence[Event], cut: int, chance: random.Random) -> None:
         *(pytest.param(seed, 40, 60, marks=pytest.mark.long) for seed in range(100, 160)),
     ],
 )
-def test_a_power_loss_leaves_what_was_flushed(directory, seed, num_steps, num_cuts):
+def test_a_power_loss_leaves_what_was_flushed_and_a_kill_what_could_be_read(
+    directory, tmp_path_factory, seed, num_steps, num_cuts
+):
     log = Life(directory, seed).live(num_steps)
     chance = random.Random(seed)
     for cut in [*(chance.randrange(len(log)) for _ in range(num_cuts)), len(log)]:
-        check(log, cut, chance)
+        for kind, leave in (("flushed", after_power_loss), ("ready", after_kill)):
+            left = tmp_path_factory.mktemp("left")
+            leave(log[:cut], chance, left)
+            check(left, promised(log, cut, kind), is_torn=kind == "flushed")
+            shutil.rmtree(left)
 
 
 def test_record_is_never_written_before_its_payload_is_durable(directory):
