@@ -47,6 +47,8 @@ def test_headers_and_records_have_their_fields_where_the_pages_say():
     assert [row[:3] for row in rows(ARENA, "Header")] == in_code(layout.HEADER)
     assert [row[:3] for row in rows(NVME, "Header")] == in_code(record.HEADER)
     assert [row[:3] for row in rows(NVME, "Record")] == in_code(record.RECORD)
+    assert (512 % record.RECORD.itemsize, record.RECORD.itemsize) == (0, 128), "in one sector"
+    assert record.HEADER.itemsize <= 512
 
 
 def test_tables_stand_where_the_page_says():
@@ -98,12 +100,6 @@ def test_a_block_of_an_arena_is_found_by_the_page_alone(arena):
     assert file[offsets["slot_state"] + slot] == 2
     start = offsets["data"] + slab * geometry.slab_bytes + row * 4096
     assert (file[start : start + 4096] == content(keys[3])).all()
-
-
-def test_record_lies_in_one_sector():
-    assert record.RECORD.itemsize == 128
-    assert 512 % record.RECORD.itemsize == 0
-    assert record.HEADER.itemsize <= 512
 
 
 def test_counts_have_the_names_of_the_report():

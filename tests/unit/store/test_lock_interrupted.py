@@ -7,7 +7,6 @@ and real signals and exceptions of other threads at random moments.
 import contextlib
 import ctypes
 import itertools
-import os
 import random
 import signal
 import sys
@@ -23,7 +22,7 @@ import pytest
 from kvray.errors import ShardUnavailable
 from kvray.store import Arena
 from kvray.store.arena import holders
-from kvray.store.machine.side_file import ARENA_BYTE, HOLDER_BYTES, Description, SideFile
+from kvray.store.machine.side_file import ARENA_BYTE, HOLDER_BYTES, Description
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import chain, fetch, leased, store
 
@@ -161,22 +160,6 @@ def test_signals_leave_no_lock(arena, probe):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert len(kept) > 100
-
-
-def test_a_handler_inside_of_a_section_is_refused(arena, probe):
-    answers: list[Any] = []
-    before = signal.signal(signal.SIGALRM, lambda *_: answers.append(arena.note_use(KEYS, 0)))
-    try:
-        with arena.section(1):
-            os.kill(os.getpid(), signal.SIGALRM)
-            while not answers:
-                time.sleep(0)
-            assert not probe()
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert answers == [False]
-    assert probe()
-    assert SideFile.at(arena.side_file.path) is arena.side_file
 
 
 def test_leaving_halfway_leaves_no_live_row(arena, monkeypatch):

@@ -88,19 +88,6 @@ def test_what_was_found_once_is_worth_its_write(arena):
     assert not retention.admits(slots_of(arena, once)).any()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_all_policies_keep_room(arena, policy):
-    retention, owner = Retention(arena, policy, "likely"), ArenaOwner(arena)
-    for number in range(30):
-        store(arena, chain(7, seed=str(number)))
-        served(arena, chain(7, seed=str(number)))
-        retention.observe()
-        owner.evict_ahead(0.25, retention.rank)
-        num_blocks = arena.stats()["blocks"]
-        assert num_blocks <= 52
-    assert num_blocks >= 40, "no more goes than has to"
-
-
 # -- extra copies ---------------------------------------------------------------------------------
 
 

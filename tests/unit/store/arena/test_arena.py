@@ -51,9 +51,15 @@ def second(arena: Arena, directory: Path) -> Iterator[Arena]:
 # -- leases and reservations ----------------------------------------------------------------------
 
 
-def test_parts_are_leased_together(arena):
+def test_parts_are_present_each_for_itself_and_leased_together(arena):
     store(arena, KEYS[:6], part=0)
     store(arena, KEYS[:4], part=1)
+    store(arena, KEYS[1:3], part=3)
+    pending = reserved(arena, KEYS[6:8], parent=KEYS[5], depth=6)
+    assert len(pending.slots) == 2
+    masks = arena.present(KEYS, [0, 3])
+    assert [np.flatnonzero(mask).tolist() for mask in masks] == [[0, 1, 2, 3, 4, 5], [1, 2]]
+    assert arena.abort(pending)
     three = [[PartRequest(part)] for part in range(3)]
     held = leased_for(arena, KEYS, three[:2])
     assert [one.num_slots for one in held.leases] == [4, 4]
@@ -166,10 +172,12 @@ def test_full_holder_table_is_a_capacity_error(directory):
         one.close()
 
 
-def test_label_of_any_text_is_kept_as_far_as_it_fits(arena, second):
+def test_label_of_any_text_is_kept_as_far_as_it_fits_and_controls_no_terminal(arena, second):
     second.leave()
     row = second.join("ü" * 100 + "\ud800")
     assert bytes(arena.tables.holder_label[row]).decode(errors="replace").startswith("ü" * 30)
+    assert holders.shown(b"engine-7 \xc3\xbc") == "engine-7 ü"
+    assert holders.shown(b"a\x1b[2J\n\xff") == "a\ufffd[2J\ufffd\ufffd"
 
 
 def test_leaving_beside_other_threads_leaves_nothing(arena, directory):
@@ -323,18 +331,3 @@ def test_a_lease_in_anothers_name_ends_when_that_one_leaves_and_none_is_taken_th
     assert second.membership.row == gone.row
     for nobody in (gone, Membership(-1, 1), Membership(10**9, 1)):
         assert leased_for(arena, KEYS, wanted, member=nobody) == NOTHING
-
-
-def test_what_is_present_is_told_part_by_part(arena):
-    store(arena, KEYS[:6], part=0)
-    store(arena, KEYS[2:4], part=1)
-    pending = reserved(arena, KEYS[6:8], parent=KEYS[5], depth=6)
-    assert len(pending.slots) == 2
-    masks = arena.present(KEYS, [0, 1])
-    assert [np.flatnonzero(mask).tolist() for mask in masks] == [[0, 1, 2, 3, 4, 5], [2, 3]]
-    assert arena.abort(pending)
-
-
-def test_a_holders_label_that_would_control_a_terminal_is_shown_without():
-    assert holders.shown(b"engine-7 \xc3\xbc") == "engine-7 ü"
-    assert holders.shown(b"a\x1b[2J\n\xff") == "a\ufffd[2J\ufffd\ufffd"

@@ -66,19 +66,15 @@ def give_up(arena: Arena, keys: list[BlockKey], *parts: int) -> int:
     return ArenaOwner(arena).give_up(b"".join(keys), parts)
 
 
-def test_only_the_parts_that_are_named_are_given_up(arena):
+def test_parts_that_are_named_are_given_up_unless_leased_or_elsewhere(arena):
     keys = chain(1)
     store(arena, keys, part=0)
     other = store(arena, keys, part=1)
     assert give_up(arena, keys, 1, 2) == 1
     assert victims(arena.tables, 1) == other.slots.tolist()
-
-
-def test_what_is_leased_or_not_here_is_left_alone(arena):
-    store(arena, chain(2))
-    assert arena.lease(chain(2))
-    assert give_up(arena, chain(2) + chain(3, seed="elsewhere"), 0) == 0
-    assert give_up(arena, [], 0) == give_up(arena, chain(2)) == 0
+    assert arena.lease(keys)
+    assert give_up(arena, keys + chain(3, seed="elsewhere"), 0) == 0
+    assert give_up(arena, [], 0) == give_up(arena, keys) == 0
 
 
 def test_a_parent_stays_as_long_as_its_child_is_used_and_what_is_used_again(arena):

@@ -214,7 +214,9 @@ def test_a_strip_has_runs_of_a_slot_from_all_over_a_page(arena, pages):
 
 
 @pytest.fixture
-def copier() -> Iterator[Copier]:
+def copier(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
+    """Copies that its second thread shares, however small they are."""
+    monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)
     made = Copier()
     yield made
     made.close()
@@ -260,8 +262,7 @@ def test_copies_have_their_bytes_and_their_checksums(
     assert all((target == source).all() for target in targets)
 
 
-def test_copies_are_made_without_the_second_thread(copier, monkeypatch):
-    monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)
+def test_copies_are_made_without_the_second_thread(copier):
     source = noise(3, 4096)
     busy = threading.Event()
     waits = copier._second.submit(busy.wait, 30)
@@ -279,7 +280,6 @@ def test_copies_are_made_without_the_second_thread(copier, monkeypatch):
 
 
 def test_a_copy_for_which_no_thread_could_be_started_writes_nothing_later(copier, monkeypatch):
-    monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)
     source = noise(8, 4096)
     target = np.zeros_like(source)
     with monkeypatch.context() as patch:
@@ -299,7 +299,6 @@ class Signal(BaseException):
 
 @pytest.mark.parametrize("work", ["_copy_all", "_take_turns"])
 def test_after_a_signal_nothing_is_written_any_more(copier, monkeypatch, work):
-    monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)
     real, is_at_it, threads = getattr(copier_module, work), threading.Event(), set()
 
     def interrupted(*args: object) -> None:
@@ -324,7 +323,6 @@ def test_after_a_signal_nothing_is_written_any_more(copier, monkeypatch, work):
 
 
 def test_after_a_signal_the_second_thread_does_not_begin(copier, monkeypatch):
-    monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)
     busy, source = threading.Event(), noise(8, 2**20)
     copier._second.submit(busy.wait, HANG_S)
 
@@ -353,8 +351,7 @@ def test_run_is_copied_alike_in_pieces_and_as_a_whole(monkeypatch, whole_bytes, 
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_waits_for_no_thread_of_its_parent(copier, monkeypatch):
-    monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)
+def test_a_fork_waits_for_no_thread_of_its_parent(copier):
     copies = [Copy(0, np.zeros((4, 4096), np.uint8), noise(4, 4096))]
     copier.copy_and_sum(copies, [1, 2, 3, 4])
     assert in_fork(

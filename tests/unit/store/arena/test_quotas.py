@@ -15,13 +15,16 @@ from tests.unit.store.small_arena import SLOT, chain, make_tables, num_here, put
 ABCD, ABEF = (int.from_bytes(bytes.fromhex(name), "little") for name in ("abcd0000", "abef0000"))
 
 
-def test_every_namespace_takes_what_its_ready_blocks_have(tables):
-    assert (quotas.used(tables), quotas.excess(tables)) == ({}, {})
-    put(tables, chain(3), namespace=1)
-    put(tables, chain(2, seed="two"), namespace=2, block_bytes=2 * SLOT)
-    put(tables, chain(1, seed="none"))
+@pytest.mark.parametrize("count", [0, 2, 40])  # so many are summed up one by one, or all at once
+def test_every_namespace_takes_what_its_ready_blocks_have(count):
+    tables = make_tables(num_slabs=16)
+    assert quotas.excess(tables) == {}
+    for namespace in range(count):
+        keys, size = chain(1 + namespace % 3, seed=str(namespace)), SLOT * (1 + namespace % 2)
+        put(tables, keys, namespace=namespace, block_bytes=size)
     reserve(tables, chain(4, seed="under way"), namespace=1)
-    assert quotas.used(tables) == {1: (3, 3 * SLOT), 2: (2, 4 * SLOT), 0: (1, SLOT)}
+    sums = {one: (1 + one % 3, (1 + one % 3) * (1 + one % 2) * SLOT) for one in range(count)}
+    assert quotas.used(tables) == sums
 
 
 def test_blocks_that_go_while_others_are_ranked_do_not_count(tables):
@@ -35,14 +38,6 @@ def test_blocks_that_go_while_others_are_ranked_do_not_count(tables):
 
     chosen = eviction.choose_beyond_quotas(tables, SLOT, rank)
     assert set(chosen.tolist()) <= set(range(16)), "they are candidates, which eviction checks"
-
-
-def test_many_namespaces_are_summed_up_as_few_are():
-    tables = make_tables(num_slabs=16)
-    for namespace in range(40):
-        put(tables, chain(1 + namespace % 3, seed=str(namespace)), namespace=namespace)
-    sums = {one: (1 + one % 3, (1 + one % 3) * SLOT) for one in range(40)}
-    assert quotas.used(tables) == sums
 
 
 @pytest.mark.parametrize(

@@ -145,12 +145,6 @@ def memory(arena: Arena) -> int:
     return (arena.directory / "arena").stat().st_blocks * 512
 
 
-def test_an_arena_of_few_rows_has_memory_for_all(arena):
-    tables = arena.tables
-    assert (tables.counts.missing_rows, tables.num_backed) == (0, tables.geometry.num_slots)
-    assert memory(arena) == tables.geometry.file_bytes
-
-
 def test_rows_that_large_blocks_never_use_have_no_memory(thrifty):
     geometry, before = thrifty.tables.geometry, memory(thrifty)
     assert thrifty.tables.num_backed == RUN_SLOTS * 40

@@ -49,19 +49,14 @@ def test_victims_are_taken_in_their_order(tables):
     assert victims.take(tables, SLOT, 9).tolist() == []
 
 
-def test_what_was_used_or_leased_since_stays(tables):
-    used, leased, idle = (chain(2, seed=seed) for seed in ("used", "leased", "idle"))
-    made = [put(tables, keys) for keys in (used, leased, idle)]
-    queue(tables, np.concatenate([one.slots[::-1] for one in made]))
-    lease.release(tables, take(tables, used))
-    take(tables, leased)
-    assert victims.take(tables, SLOT, 6).tolist() == made[2].slots[::-1].tolist()
-
-
-def test_what_is_protected_stays(tables):
-    made = put(tables, chain(4))
-    queue(tables, made.slots[::-1])
-    assert victims.take(tables, SLOT, 4, protect=made.slots[3:]).tolist() == []
+def test_what_is_protected_or_was_used_or_leased_since_stays(tables):
+    names = ("used", "leased", "protected", "idle")
+    made = {name: put(tables, chain(2, seed=name)).slots for name in names}
+    queue(tables, np.concatenate([slots[::-1] for slots in made.values()]))
+    lease.release(tables, take(tables, chain(2, seed="used")))
+    take(tables, chain(2, seed="leased"))
+    found = victims.take(tables, SLOT, 8, protect=made["protected"][1:])
+    assert found.tolist() == made["idle"][::-1].tolist()
 
 
 def test_a_block_of_another_size_in_the_same_slot_stays(tables):
@@ -184,7 +179,7 @@ def test_another_size_gets_in_where_no_slab_can_be_cleared_alone(arena, seed):
 # -- the room that an owner makes ahead of need ---------------------------------------------------
 
 
-def test_room_follows_what_writers_take(arena):
+def test_room_follows_what_writers_take_and_is_not_made_again_for_nobody(arena):
     fill(arena)
     owner = ArenaOwner(arena)
     owner.evict_ahead(0.1)
@@ -194,19 +189,9 @@ def test_room_follows_what_writers_take(arena):
     assert room(arena) == quiet, "two rounds of that fit into what is free anyway"
     store(arena, chain(quiet, seed="b"))
     owner.evict_ahead(0.0)
-    most = arena.tables.geometry.num_slots // 16
-    assert room(arena) == min(2 * quiet, most)
-
-
-def test_room_that_nobody_takes_is_not_made_again(arena):
-    fill(arena)
-    owner = ArenaOwner(arena)
-    owner.evict_ahead(0.1)
-    store(arena, chain(room(arena), seed="b"))
-    owner.evict_ahead(0.0)
-    before = room(arena)
-    assert before > 0
-    assert (owner.evict_ahead(0.0), room(arena)) == (0, before)
+    demand = min(2 * quiet, arena.tables.geometry.num_slots // 16)
+    assert room(arena) == demand > 0
+    assert (owner.evict_ahead(0.0), room(arena)) == (0, demand)
 
 
 def test_a_size_whose_blocks_are_younger_gets_the_slabs_of_another(arena):

@@ -57,16 +57,6 @@ def lock(side_file: SideFile) -> ArenaLock:
     return ArenaLock(side_file)
 
 
-def test_processes_exclude_each_other(side_file, other):
-    assert side_file.try_lock(ARENA_BYTE)
-    assert not takes(other, ARENA_BYTE)
-    side_file.unlock(ARENA_BYTE)
-    assert takes(other, ARENA_BYTE)
-    assert not side_file.try_lock(ARENA_BYTE)
-    other.say(f"kept.unlock({ARENA_BYTE})")
-    assert side_file.try_lock(ARENA_BYTE)
-
-
 def test_a_file_that_nobody_uses_any_more_is_closed(directory):
     def num_open() -> int:
         links = [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
@@ -81,16 +71,19 @@ def test_a_file_that_nobody_uses_any_more_is_closed(directory):
     assert num_open() == 0
 
 
-def test_holder_of_a_byte_is_named_while_it_lives(side_file, other):
+def test_processes_exclude_each_other_and_who_has_a_byte_is_named_while_it_lives(side_file, other):
     assert side_file.holder_of(HOLDER_BYTES) is None
+    assert side_file.try_lock(HOLDER_BYTES)
+    assert side_file.holder_of(HOLDER_BYTES) == os.getpid()
+    assert not takes(other, HOLDER_BYTES)
+    side_file.unlock(HOLDER_BYTES)
     assert takes(other, HOLDER_BYTES)
-    assert side_file.holder_of(HOLDER_BYTES) == other.pid
+    assert not side_file.try_lock(HOLDER_BYTES)
     other.stop()
     assert side_file.holder_of(HOLDER_BYTES) == other.pid
     other.kill()
     assert side_file.holder_of(HOLDER_BYTES) is None
     assert side_file.try_lock(HOLDER_BYTES)
-    assert side_file.holder_of(HOLDER_BYTES) == os.getpid()
 
 
 def test_threads_exclude_each_other(side_file, lock):
@@ -318,18 +311,20 @@ def test_a_section_that_another_of_the_thread_has_come_before_is_refused(arena):
 
 
 def test_closed_arena_has_no_section_and_keeps_no_lock(arena, other):
+    tables = arena.tables
+
+    def read_closed() -> None:
+        del arena.tables
+        arena.stats()
+
+    with pytest.raises(ShardUnavailable, match="closed"), arena.section(1):
+        read_closed()
+    arena.tables = tables
+    assert other.say("arena.note_use([], 0)") == "True"
     arena.close()
     arena.close()
     with pytest.raises(ShardUnavailable, match="closed"), arena.section(1):
         pass
-    assert other.say("arena.note_use([], 0)") == "True"
-
-
-def test_arena_that_is_closed_inside_a_section_keeps_no_lock(arena, other):
-    tables = arena.tables
-    with pytest.raises(ShardUnavailable, match="closed"), arena.section(1):
-        _read_closed(arena)
-    arena.tables = tables
     assert other.say("arena.note_use([], 0)") == "True"
 
 
@@ -378,8 +373,3 @@ def test_who_waits_says_so_and_takes_only_his_own_mark_back(directory, monkeypat
     ((mark, seen_at), *_) = marks
     assert began < mark < seen_at + 0.002
     assert waiting[0] == (other_mark or 0)
-
-
-def _read_closed(arena: Arena) -> None:
-    del arena.tables
-    arena.stats()

@@ -19,7 +19,6 @@ from kvray.store.nvme import disk as disk_module
 from kvray.store.nvme import writer as writer_module
 from kvray.store.nvme.disk import Disk, DiskFile
 from tests.unit.store.invariants import check_invariants
-from tests.unit.store.mounted import run_mounted
 from tests.unit.store.nvme.small_store import SEGMENT, SHAPE, Reopen, demote, present, promote, spec
 from tests.unit.store.small_arena import SLOT, chain
 
@@ -168,31 +167,6 @@ def test_half_made_files_are_removed(store, directory, disk):
     disk.fails_writes = False
     assert demote(store, chain(3)).all()
     store.close()
-
-
-_ON_A_MOUNT = """
-import numpy as np
-from tests.unit.store.nvme.small_store import *
-from tests.unit.store.small_arena import chain
-store = open_store(mounted / "tier", spec(num_segments=64))
-stored = [chain(10, seed=str(number)) for number in range(30)]
-masks = [demote(store, keys) for keys in stored]
-assert masks[0].all() and masks[-1].all() and not all(mask.all() for mask in masks)
-for keys in stored:
-    promote(store, keys)
-assert store.stats().segments_without_room > 0
-print(store.stats().is_direct, promote(store, stored[-1]).all())
-store.flush()
-store.close()
-again = open_store(mounted / "tier", spec(num_segments=64))
-print(promote(again, stored[-1]).all())
-again.close()
-"""
-
-
-def test_file_system_that_fills_up_ends_growth(tmp_path):
-    printed = run_mounted(_ON_A_MOUNT, kind="tmpfs", options="size=1m")
-    assert printed.split()[1:] == ["True", "True"]
 
 
 def test_file_size_limit_is_no_room(reopen, directory):

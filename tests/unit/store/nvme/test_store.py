@@ -64,15 +64,6 @@ def test_bytes_are_counted_by_the_size_of_each_block(reopen):
     assert store.stats().block_bytes == 16 * SLOT + 8 * 4 * SLOT
 
 
-def test_files_stay_within_the_capacity(reopen, directory):
-    asked = spec(num_segments=3)
-    store = reopen(asked)
-    for number in range(10):
-        demote(store, chain(14, seed=str(number)), block_bytes=SLOT * (1 + number % 2))
-    used = sum(path.stat().st_blocks * 512 for path in directory.glob("segment-*"))
-    assert 0 < used <= asked.capacity
-
-
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -86,15 +77,7 @@ def test_capacity_of_no_segment_is_refused(asked, said):
         asked.geometry()
 
 
-def test_promotion_into_slots_of_another_size_is_refused(store):
-    keys = chain(2)
-    demote(store, keys)
-    with pytest.raises(LayoutMismatch):
-        promote(store, keys, block_bytes=2 * SLOT)
-    assert not store.tables.slot_leases.any()
-
-
-def test_slots_of_other_blocks_are_refused(store):
+def test_slots_of_other_blocks_or_of_another_size_are_refused(store):
     keys, others = chain(2), chain(2, seed="other")
     arena = arena_tables()
     here = put_in_arena(arena, others)
@@ -105,6 +88,9 @@ def test_slots_of_other_blocks_are_refused(store):
     demote(store, keys)
     with pytest.raises(ConfigError, match="same blocks"):
         store.read(key_index.pack_keys(keys), 0, arena, here)
+    with pytest.raises(LayoutMismatch):
+        promote(store, keys, block_bytes=2 * SLOT)
+    assert not store.tables.slot_leases.any()
 
 
 def test_directory_has_one_owner_and_a_closed_store_says_so(directory):
@@ -172,7 +158,8 @@ class NvmeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(prefix="kvray-nvme-"))
-        self.store = open_store(self.directory, spec(num_segments=3))
+        self.asked = spec(num_segments=3)
+        self.store = open_store(self.directory, self.asked)
         self.model: set[Block] = set()
 
     def ready(self) -> set[Block]:
@@ -230,7 +217,7 @@ class NvmeMachine(RuleBasedStateMachine):
         if flush:
             self.store.flush(note_use=note_use)
         self.store.close()
-        self.store = open_store(self.directory, spec(num_segments=3))
+        self.store = open_store(self.directory, self.asked)
         found = self.ready()
         assert found == self.model if flush else found >= self.model
         for number, keys in enumerate(CHAINS):
@@ -240,9 +227,11 @@ class NvmeMachine(RuleBasedStateMachine):
         self.model = self.ready()
 
     @invariant()
-    def tables_are_valid(self) -> None:
+    def tables_are_valid_and_files_stay_within_the_capacity(self) -> None:
         check_invariants(self.store.tables)
         assert not self.store.tables.slot_leases.any()
+        used = sum(path.stat().st_blocks * 512 for path in self.directory.glob("segment-*"))
+        assert used <= self.asked.capacity
 
     def teardown(self) -> None:
         self.store.close()

@@ -110,15 +110,11 @@ def test_a_block_that_has_lost_its_parent_is_still_announced_to_its_chain_s_part
     assert below.tables.slot_head[found[1:]].tolist() == [head_number(keys[0])] * 2
 
 
-def test_nothing_is_written_below_the_high_watermark(arena, below):
-    store(arena, chain(20))
-    assert demoter_of(arena, below).demote_ahead() == 0
-    assert below.stats().written_bytes == 0
-
-
-def test_what_goes_next_is_written_with_ancestors_and_stays(arena, below):
+def test_what_goes_next_is_written_above_the_watermark_with_ancestors_and_stays(arena, below):
     old, new = chain(30, seed="old"), chain(30, seed="new")
     store(arena, old)
+    assert demoter_of(arena, below).demote_ahead() == 0
+    assert below.stats().written_bytes == 0
     store(arena, new)
     demoter = demoted(arena, below)
     assert present(below, old) == 30, "28 blocks are above the watermark, with their trunk"

@@ -176,13 +176,6 @@ def test_known_rates_are_found_again():
     assert means == pytest.approx(true[:, 1:11].mean(axis=1), rel=0.1)
 
 
-def test_a_constant_rate_is_found_exactly_enough():
-    true = np.full((1, NUM_AGES), 0.1)
-    seconds, has_returned = lives(true, np.zeros(50_000, dtype=int), waited=(17, 18))
-    found = hazard.rates_of(np.zeros(50_000, dtype=int), seconds, has_returned, factors=(1,))
-    assert found[:, :12] == pytest.approx(true[:, :12], rel=0.1)
-
-
 def test_a_class_of_which_nothing_is_known_has_the_rates_of_its_factors():
     true = np.repeat([[0.05], [0.2], [0.05], [0.2]], NUM_AGES, axis=1)
     classes = np.repeat([0, 1, 2], 20_000)  # of (row, column) (1, 1) there is none
@@ -307,12 +300,6 @@ def test_what_is_likely_to_come_back_is_admitted(make):
     likely = Likely(200, policy)
     now = taught(policy, likely)
     assert slots[likely.admits(slots, slots, now=now)].tolist() == HOT.tolist()
-
-
-def test_before_it_has_learned_everything_is_likely():
-    likely = Likely(20, LRU(20))
-    likely.stored(use(HOT, HOT))
-    assert admits(likely, [0, 1, 2], [0, 1, 2]) == [0, 1, 2]
 
 
 def test_it_does_not_tell_the_policy_what_that_knows_already():

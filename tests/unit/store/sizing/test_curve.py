@@ -149,6 +149,8 @@ def test_namespaces_share_the_memory_by_bytes():
         for name, sizes, seed in (("small", SIZES, 1), ("large", large, 2)):
             sample.add(name, sampled(random_paths(40, 50, seed)), **sizes, now=float(now))
     assert [space.rate for space in sample.window().spaces] == [0.25, 1.0]
+    limits = [sample.limit("small", block_bytes=1), sample.limit("large", block_bytes=4)]
+    assert limits == [2**62 - 1, LIMIT_MAX], "a key stands for the same bytes in both"
     # Together they have 40 x 50 x (1 + 4) bytes.
     for one in found_by(sample, [2000, 10_600], counted_share=1.0).values():
         assert one["host"][0] < 0.1
@@ -197,16 +199,6 @@ def test_a_window_may_be_thinner_than_the_sample():
     assert sample.window().trace.num_refs == trace.num_refs
 
 
-def test_a_key_stands_for_the_same_bytes_in_every_namespace():
-    sample = TrafficSample(1 << 30)
-    assert sample.limit("small", block_bytes=100) == LIMIT_MAX
-    sample.add("small", sampled([PATH]), block_bytes=100, tokens_per_block=1, now=1.0)
-    assert sample.limit("large", block_bytes=400) == LIMIT_MAX
-    sample.add("large", sampled([PATH]), block_bytes=400, tokens_per_block=1, now=1.0)
-    assert sample.limit("small", block_bytes=100) == 2**62 - 1
-    assert [space.rate for space in sample.window().spaces] == [0.25, 1.0]
-
-
 def test_prompts_of_a_thinner_sample_than_wanted_are_lost_and_counted():
     sample = TrafficSample(1000)
     sample.add("one", sampled([PATH, PATH], limit=10), **SIZES, now=1.0)
@@ -221,15 +213,7 @@ def test_a_block_that_grows_as_ranks_register_begins_the_namespace_again():
     assert (window.trace.num_refs, window.spaces[0].num_blocks) == (0, 0)
 
 
-def test_of_too_many_namespaces_the_last_are_counted_as_lost():
-    sample = TrafficSample(1000)
-    for at in range(100):
-        sample.add(f"{at}", sampled([PATH]), **SIZES, now=float(at))
-    assert sample.num_lost == 36
-    assert len(sample.window().spaces) == 64
-
-
-def test_a_namespace_of_which_nothing_comes_any_more_makes_room_for_another():
+def test_a_namespace_too_many_is_lost_till_one_of_which_nothing_comes_makes_room():
     sample = TrafficSample(1000)
     for at in range(64):
         sample.add(f"{at}", sampled([PATH]), **SIZES, now=float(at))
