@@ -4,6 +4,7 @@ A drive keeps what was synced. Of what was written since, any sectors may have a
 order, each of them whole; of names that were given or taken since the directory was synced, any.
 """
 
+import os
 import random
 import threading
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ class RecordingDisk(Disk):
         self.log: list[Event] = []
         self._lock = threading.Lock()
         self._num_files = 0
+        self._inodes: dict[str, int] = {}
 
     def note(self, *event: Any) -> None:
         with self._lock:
@@ -42,10 +44,12 @@ class RecordingDisk(Disk):
 
     def rename(self, source: Path, target: Path) -> None:
         self.note("rename", source.name, target.name)
+        self._inodes[target.name] = self._inodes.pop(source.name)
         super().rename(source, target)
 
     def remove(self, path: Path) -> None:
         self.note("remove", path.name)
+        self._inodes.pop(path.name, None)
         super().remove(path)
 
     def sync_directory(self, directory: Path) -> None:
@@ -54,8 +58,17 @@ class RecordingDisk(Disk):
 
     def _open(self, path: Path, flags: int) -> DiskFile:
         plain = super()._open(path, flags)
-        self._num_files += 1
-        return _RecordingFile(plain, self, self._num_files)
+        if flags & os.O_CREAT or path.name not in self._inodes:
+            self._num_files += 1
+            self._inodes[path.name] = self._num_files
+        inode = self._inodes[path.name]
+        if not flags & os.O_CREAT and not any(event[:2] == ("create", inode) for event in self.log):
+            content = path.read_bytes()  # it was there before this disk
+            self.note("create", inode, path.name, len(content))
+            self.note("write", inode, 0, content)
+            self.note("sync", inode)
+            self.note("sync_directory")
+        return _RecordingFile(plain, self, inode)
 
 
 class _RecordingFile(DiskFile):

@@ -1,6 +1,10 @@
-"""Demote, promote, evict, and start again; and any sequence of these against a dict."""
+"""Demote, promote, evict, and start again; and any sequence of these, and deaths, against a dict.
+
+After a kill or a power loss at any moment all is there that was promised, and nothing wrong.
+"""
 
 import os
+import random
 import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +21,7 @@ from kvray.store.arena import key_index, payload
 from kvray.store.nvme import NvmeSpec
 from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
+from tests.unit.store.nvme.power import RecordingDisk, after_kill, after_power_loss
 from tests.unit.store.nvme.small_store import (
     Block,
     arena_tables,
@@ -157,10 +162,20 @@ class NvmeMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.directory = Path(tempfile.mkdtemp(prefix="kvray-nvme-"))
         self.asked = spec(num_segments=3)
-        self.store = open_store(self.directory, self.asked)
         self.model: set[Block] = set()
+        self.flushed: set[Block] = set()
+        """Those of the model that survive a power loss."""
+        self.open_in(Path(tempfile.mkdtemp(prefix="kvray-nvme-")))
+
+    def open_in(self, directory: Path) -> None:
+        self.directory, self.disk = directory, RecordingDisk()
+        self.store = open_store(self.directory, self.asked, disk=self.disk)
+        self.before = self.now = self.moment()
+
+    def moment(self) -> tuple[int, set[Block], set[Block]]:
+        self.disk.note("settled")  # no write is under way
+        return len(self.disk.log), set(self.model), set(self.flushed)
 
     def ready(self) -> set[Block]:
         return blocks_of(self.store)
@@ -212,19 +227,48 @@ class NvmeMachine(RuleBasedStateMachine):
         got = promote(self.store, keys, **KINDS[number])
         assert got.tolist() == [(key, number) in self.model for key in keys]
 
-    @rule(flush=st.booleans(), note_use=st.booleans())
-    def start_again(self, flush: bool, note_use: bool) -> None:
+    @rule(note_use=st.booleans())
+    def flush(self, note_use: bool) -> None:
+        self.store.flush(note_use=note_use)
+        self.flushed = set(self.model)
+
+    @rule(flush=st.booleans())
+    def start_again(self, flush: bool) -> None:
         if flush:
-            self.store.flush(note_use=note_use)
+            self.flush(note_use=False)
         self.store.close()
-        self.store = open_store(self.directory, self.asked)
+        self.store = open_store(self.directory, self.asked, disk=self.disk)
         found = self.ready()
         assert found == self.model if flush else found >= self.model
+        self.read_all()
+
+    def read_all(self) -> None:
         for number, keys in enumerate(CHAINS):
             # What was evicted and came back may have been overwritten: then it is refused.
             promote(self.store, keys, **KINDS[number])
         assert self.ready() >= self.model
         self.model = self.ready()
+
+    @rule(place=st.floats(0, 1), is_kill=st.booleans(), seed=st.integers(0, 2**32))
+    def die(self, place: float, is_kill: bool, seed: int) -> None:
+        """End in the middle of what was done last: the process alone, or the whole machine."""
+        self.store.close()
+        (start, model, flushed), (end, *_) = self.before, self.now
+        cut = start + int(place * (end - start))
+        # What was under way may already have evicted some.
+        self.flushed &= flushed
+        self.model = self.model & model if is_kill else set(self.flushed)
+        left = Path(tempfile.mkdtemp(prefix="kvray-nvme-"))
+        leave = after_kill if is_kill else after_power_loss
+        leave(self.disk.log[:cut], random.Random(seed), left)
+        shutil.rmtree(self.directory)
+        self.open_in(left)
+        report = self.store.report
+        assert not report.aside, "a file had its name before it was whole"
+        assert not is_kill or (report.damaged, report.truncated) == (0, 0)
+        self.read_all()
+        if not is_kill:
+            self.flushed = set(self.model)
 
     @invariant()
     def tables_are_valid_and_files_stay_within_the_capacity(self) -> None:
@@ -232,11 +276,46 @@ class NvmeMachine(RuleBasedStateMachine):
         assert not self.store.tables.slot_leases.any()
         used = sum(path.stat().st_blocks * 512 for path in self.directory.glob("segment-*"))
         assert used <= self.asked.capacity
+        self.flushed &= self.model
+        self.before, self.now = self.now, self.moment()
 
     def teardown(self) -> None:
         self.store.close()
         shutil.rmtree(self.directory)
 
 
-NvmeMachine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=25)
+NvmeMachine.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=30)
 test_store_is_a_dict_that_forgets = NvmeMachine.TestCase
+
+
+@pytest.fixture
+def disk() -> RecordingDisk:
+    return RecordingDisk()
+
+
+def test_record_is_never_written_before_its_payload_is_durable(reopen, disk):
+    store = reopen(disk=disk)
+    for number, keys in enumerate(CHAINS):
+        demote(store, keys, **KINDS[number])
+        evict(store, 5)
+        demote(store, keys, **KINDS[number])
+    pending: dict[int, bool] = {}
+    for kind, *args in disk.log:
+        if kind == "write":
+            inode, offset, _ = args
+            is_record = 4096 <= offset < 8192
+            assert not (is_record and pending.get(inode)), "a record overtook a payload"
+            if offset >= 8192:
+                pending[inode] = True
+        elif kind == "sync":
+            pending[args[0]] = False
+    assert pending
+
+
+def test_file_that_gives_way_is_gone_for_good_before_another_has_its_name(reopen, disk):
+    store = reopen(spec(num_segments=1), disk=disk)
+    for number, keys in enumerate(CHAINS):
+        demote(store, keys[:3], **KINDS[number])
+    changes = [event[0] for event in disk.log if event[0] in ("remove", "rename", "sync_directory")]
+    named = ["rename", "sync_directory"]
+    assert changes == named + 3 * ["remove", "sync_directory", *named]
