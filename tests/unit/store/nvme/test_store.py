@@ -166,6 +166,8 @@ class NvmeMachine(RuleBasedStateMachine):
         self.model: set[Block] = set()
         self.flushed: set[Block] = set()
         """Those of the model that survive a power loss."""
+        self.unsure: set[Block] = set()
+        """Those that the store before this one had not flushed: a flush does not sync them."""
         self.open_in(Path(tempfile.mkdtemp(prefix="kvray-nvme-")))
 
     def open_in(self, directory: Path) -> None:
@@ -230,7 +232,7 @@ class NvmeMachine(RuleBasedStateMachine):
     @rule(note_use=st.booleans())
     def flush(self, note_use: bool) -> None:
         self.store.flush(note_use=note_use)
-        self.flushed = set(self.model)
+        self.flushed = self.model - self.unsure
 
     @rule(flush=st.booleans())
     def start_again(self, flush: bool) -> None:
@@ -248,13 +250,22 @@ class NvmeMachine(RuleBasedStateMachine):
             promote(self.store, keys, **KINDS[number])
         assert self.ready() >= self.model
         self.model = self.ready()
+        self.unsure = self.model - self.flushed
 
-    @rule(place=st.floats(0, 1), is_kill=st.booleans(), seed=st.integers(0, 2**32))
-    def die(self, place: float, is_kill: bool, seed: int) -> None:
-        """End in the middle of what was done last: the process alone, or the whole machine."""
+    @rule(
+        flush=st.booleans(),
+        place=st.just(1.0) | st.floats(0, 1),
+        is_kill=st.booleans(),
+        seed=st.integers(0, 2**32),
+    )
+    def die(self, flush: bool, place: float, is_kill: bool, seed: int) -> None:
+        """End in what was done last, or after it: the process alone, or the whole machine."""
+        if flush:
+            self.flush(note_use=False)
+            self.before, self.now = self.now, self.moment()
         self.store.close()
-        (start, model, flushed), (end, *_) = self.before, self.now
-        cut = start + int(place * (end - start))
+        start, model, flushed = self.before if place < 1 else self.now
+        cut = start + int(place * (self.now[0] - start))
         # What was under way may already have evicted some.
         self.flushed &= flushed
         self.model = self.model & model if is_kill else set(self.flushed)
@@ -267,8 +278,6 @@ class NvmeMachine(RuleBasedStateMachine):
         assert not report.aside, "a file had its name before it was whole"
         assert not is_kill or (report.damaged, report.truncated) == (0, 0)
         self.read_all()
-        if not is_kill:
-            self.flushed = set(self.model)
 
     @invariant()
     def tables_are_valid_and_files_stay_within_the_capacity(self) -> None:
@@ -277,6 +286,7 @@ class NvmeMachine(RuleBasedStateMachine):
         used = sum(path.stat().st_blocks * 512 for path in self.directory.glob("segment-*"))
         assert used <= self.asked.capacity
         self.flushed &= self.model
+        self.unsure &= self.model
         self.before, self.now = self.now, self.moment()
 
     def teardown(self) -> None:
@@ -284,7 +294,7 @@ class NvmeMachine(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
 
-NvmeMachine.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=30)
+NvmeMachine.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=40)
 test_store_is_a_dict_that_forgets = NvmeMachine.TestCase
 
 
