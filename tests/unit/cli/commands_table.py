@@ -28,17 +28,22 @@ _MORE = {
 def with_table(page: str) -> str:
     """Return the page with the table of today."""
     head, _, rest = page.partition(BEGIN)
-    lines = "".join(_lines(get_command(app)))
+    lines = "".join(_line(*one) for one in commands(get_command(app)))
     return f"{head}{BEGIN}\n| command | does |\n|---|---|\n{lines}{END}{rest.partition(END)[2]}"
 
 
-def _lines(command: Any, name: str = "") -> Iterator[str]:
+def commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the names of all commands below one, each with what it names."""
     for below, one in getattr(command, "commands", {}).items():
-        yield from _lines(one, f"{name} {below}".strip())
+        yield from commands(one, f"{name} {below}".strip())
     if not hasattr(command, "commands"):
-        says = " ".join(command.help.partition("\n\n")[0].split())
-        more = f" [More]({_MORE[name]})." if name in _MORE else ""
-        yield f"| `kvray {name}` | {says}{more} |\n"
+        yield name, command
+
+
+def _line(name: str, command: Any) -> str:
+    says = " ".join(command.help.partition("\n\n")[0].split())
+    more = f" [More]({_MORE[name]})." if name in _MORE else ""
+    return f"| `kvray {name}` | {says}{more} |\n"
 
 
 if __name__ == "__main__":
