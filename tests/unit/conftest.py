@@ -1,5 +1,6 @@
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,6 +31,13 @@ def run_kvray(tmp_path: Path, forks: Forks) -> RunKvray:
         return forks.run([*map(str, args)], told, tmp_path)
 
     return run_kvray
+
+
+@pytest.fixture
+def parent() -> Iterator[Path]:
+    """A directory as arena.dir names one; its path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvray-test-") as path:
+        yield Path(path)
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,5 @@
-"""Commands in this process, a directory in memory for arenas, and what commands print."""
+"""Commands in this process, and what commands print."""
 
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,14 +25,6 @@ def call_kvray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunKvray:
         return Done(told, done.exit_code, done.stdout, done.stderr)
 
     return call
-
-
-@pytest.fixture
-def parent() -> Iterator[Path]:
-    """A directory as arena.dir names one."""
-    path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
-    yield path
-    shutil.rmtree(path)
 
 
 def shown(*parts: RenderableType, width: int = 200) -> str:

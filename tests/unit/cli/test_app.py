@@ -51,11 +51,12 @@ def short_dir() -> Iterator[Path]:
         yield Path(made)
 
 
-def test_help_names_every_command(call_kvray):
+def test_help_names_every_command_and_version_is_the_package_s(call_kvray):
     done = call_kvray("--help")
     assert done.returncode == 0
     assert all(command.split()[0] in done.stdout for command in COMMANDS)
     assert all(panel in done.stdout for panel in ("Run a tier", "Look at it", "Try and measure"))
+    assert call_kvray("--version").stdout == f"kvray {kvray.__version__}\n"
 
 
 def test_help_flows_within_80_columns(call_kvray):
@@ -121,25 +122,24 @@ def test_options_with_a_closed_set_of_values_complete_them(call_kvray, option):
     assert sorted(done.stdout.split()) == sorted(SETS[option])
 
 
-def test_version_is_the_package_s(call_kvray):
-    assert call_kvray("--version").stdout == f"kvray {kvray.__version__}\n"
+def test_wrong_usage_exits_with_2(call_kvray):
+    for args in ("nonsense", "up --nonsense", "up --port 0", "up --port high"):
+        done = call_kvray(*args.split())
+        assert done.returncode == 2
+        assert "Usage: kvray" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
-    "args", [["nonsense"], ["up", "--nonsense"], ["up", "--port", "0"], ["up", "--port", "high"]]
+    "command", ["up", "down", "status", "verify", "sweep", "connector-config", "config show"]
 )
-def test_wrong_usage_exits_with_2(call_kvray, args):
-    done = call_kvray(*args)
-    assert done.returncode == 2
-    assert "Usage: kvray" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("command", ["up", "down", "status", "verify", "sweep", "connector-config"])
-def test_unknown_setting_is_refused_with_the_nearest_one(call_kvray, tmp_path, command):
+def test_unknown_setting_is_refused_with_its_line_and_the_nearest_one(
+    call_kvray, tmp_path, command
+):
     (tmp_path / "kvray.yaml").write_text("arena: {capacty: 1GiB}\n")
-    done = call_kvray(command, "-c", "kvray.yaml")
-    assert_refused(done, tmp_path, "did you mean arena.capacity", kept={"kvray.yaml"})
+    done = call_kvray(*command.split(), "-c", "kvray.yaml")
+    words = ("kvray.yaml:1: ", "did you mean arena.capacity")
+    assert_refused(done, tmp_path, *words, kept={"kvray.yaml"})
 
 
 @pytest.mark.parametrize(
@@ -154,11 +154,17 @@ def test_unknown_setting_is_refused_with_the_nearest_one(call_kvray, tmp_path, c
         ("demo --model /no/such/model", ("/no/such/model",)),
         ("demo --arena some", ("--arena", "64GiB")),
         ("size --add 64sheep", ("--add", "64GiB")),
+        ("chaos --only quake", ("no kind of fault 'quake'; give one of call_off, cut_link",)),
+        ("bench local --capacity much", ("--capacity", "64GiB")),
+        ("bench local --capacity 1MiB", ("--capacity 1MiB is too small", "64MiB")),
+        ("bench local --capacity 4096TiB", ("TiB", "smaller --capacity, or --quick")),
+        ("bench nvme --quick --dir /dev/shm", ("kept in memory (tmpfs)", "--dir")),
+        ("bench nvme --dir nowhere", ("No such file",)),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(run_kvray, tmp_path, command, words):
-    done = run_kvray(*command.split(), KVRAY_CLUSTER_NAME="no-such-tier")
-    assert_refused(done, tmp_path, *words)
+    environ = {"KVRAY_CLUSTER_NAME": "no-such-tier", "KVRAY_ARENA__DIR": str(tmp_path)}
+    assert_refused(run_kvray(*command.split(), **environ), tmp_path, *words)
 
 
 def test_working_directory_that_is_gone_is_said(tmp_path):
@@ -222,14 +228,13 @@ def test_arena_that_cannot_fit_is_refused_before_a_ray_is_started(run_kvray, sho
     assert_refused(done, short_dir, "The arena needs", "lower arena.capacity")
 
 
-def test_plan_says_that_an_arena_cannot_fit_and_which_would(run_kvray):
+def test_plan_says_that_an_arena_cannot_fit_and_before_ray_is_started_how_to_start_it(
+    run_kvray, closed_port
+):
     done = run_kvray("up", "--plan", KVRAY_ARENA__CAPACITY="100TiB")
     assert done.returncode == 2
     assert "is missing" in done.stdout
     assert "lower arena.capacity" in done.stderr
-
-
-def test_plan_before_ray_is_started_says_how_to_start_it(run_kvray, closed_port):
     address = f"127.0.0.1:{closed_port}"
     environ = {"KVRAY_ARENA__CAPACITY": "64MiB", "KVRAY_SHARD__RESOURCE": "kvray_shard"}
     done = run_kvray("up", "--plan", "--address", address, **environ)
@@ -292,15 +297,11 @@ def test_every_number_has_bounds_and_is_held_to_them():
             assert refused.value.param is number
 
 
-def test_clear_asks_first(call_kvray):
+def test_clear_asks_first_and_down_without_a_tier_is_fine(call_kvray, run_kvray, tmp_path):
     done = call_kvray("clear")
     assert (done.returncode, "Aborted" in done.stderr) == (1, True)
-
-
-def test_down_without_a_tier_is_fine(run_kvray, tmp_path):
     done = run_kvray("down", KVRAY_CLUSTER_NAME="no-such-tier")
-    assert done.returncode == 0
-    assert done.stdout == "No tier no-such-tier was running.\n"
+    assert (done.returncode, done.stdout) == (0, "No tier no-such-tier was running.\n")
     assert list(tmp_path.iterdir()) == []
 
 

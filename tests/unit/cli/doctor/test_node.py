@@ -14,7 +14,6 @@ import pytest
 from kvray.actors.owner.ownership import sweep
 from kvray.cli.doctor import node
 from kvray.cli.doctor.node import arena_findings, why_not_here
-from kvray.cli.doctor.tier import Finding
 from kvray.config import KVRayConfig, load_config
 from kvray.store import Arena
 from kvray.store.arena.file import ARENA_FILE, lock_path
@@ -43,13 +42,6 @@ def test_this_machine_has_no_fault():
     assert found["software"].says.startswith("kvray ")
     assert found["connector"].says.endswith("without Ray")
     assert all(one.fix for one in found.values() if one.verdict == "hint")
-
-
-def test_few_open_files_are_a_hint():
-    with limited(resource.RLIMIT_NOFILE, 1024):  # as some containers have it
-        one = node._open_files()
-    assert one.verdict == "hint"
-    assert "ulimit -n" in one.fix
 
 
 def test_nixl_is_not_tried_where_it_is_not_configured():
@@ -83,7 +75,11 @@ def test_connector_that_cannot_be_imported_is_a_fault(tmp_path, monkeypatch):
     assert "torch is broken here" in one.says
 
 
-def test_locked_memory_matters_to_rdma_only(monkeypatch):
+def test_few_open_files_are_a_hint_and_locked_memory_matters_to_rdma_only(monkeypatch):
+    with limited(resource.RLIMIT_NOFILE, 1024):  # as some containers have it
+        one = node._open_files()
+    assert one.verdict == "hint"
+    assert "ulimit -n" in one.fix
     with limited(resource.RLIMIT_MEMLOCK, 2**16):
         assert node._locked_memory(DEFAULTS).verdict == "ok"
         monkeypatch.setattr(node, "has_rdma", lambda: True)
@@ -126,13 +122,9 @@ def shard(config: KVRayConfig) -> Iterator[Far]:
     sweep(config.node_dir, 5.0)
 
 
-def faults(config: KVRayConfig) -> list[Finding]:
-    return [one for one in arena_findings(config) if one.verdict == "fault"]
-
-
 def only_fault(config: KVRayConfig, check: str = "", *, says: str = "", fix: str = "") -> None:
     """Fail unless there is one fault, of this check if one is named, with these words."""
-    (found,) = faults(config)
+    (found,) = (one for one in arena_findings(config) if one.verdict == "fault")
     assert check in ("", found.check)
     assert says in found.says
     assert not found.says.endswith(".")
@@ -151,32 +143,21 @@ def frozen(shard: Far) -> Iterator[None]:
         shard.wake()
 
 
-def test_environment_in_which_everything_works_has_no_fault(shard, config):
+def test_environment_in_which_everything_works_has_no_fault_and_is_left_as_it_was(shard, config):
     checks = ("mount", "user", "arena", "lock", "socket", "versions", "clock", "copy rate")
-    found = {one.check: one.verdict for one in arena_findings(config)}
-    assert found == dict.fromkeys(checks, "ok")
+    with contextlib.closing(Arena(config.node_dir, lock_wait_s=1)) as arena:
+        states = arena.tables.slot_state.tobytes()
+        found = {one.check: one.verdict for one in arena_findings(config)}
+        assert found == dict.fromkeys(checks, "ok")
+        assert arena.tables.slot_state.tobytes() == states
 
 
-def test_arena_is_left_as_it_was(shard, config):
-    before = Arena(config.node_dir, lock_wait_s=1)
-    states = before.tables.slot_state.tobytes(), before.tables.holder_generation.astype(bool).sum()
-    assert not faults(config)
-    assert before.tables.slot_state.tobytes() == states[0]
-    before.close()
-
-
-def test_missing_mount_is_named(parent):
+def test_mount_that_is_missing_too_small_or_a_disk_is_named_with_the_remedy(parent, tmp_path):
     only_fault(config_of(parent / "missing"), "mount", fix="mount the memory volume")
-
-
-def test_directory_on_a_disk_is_a_hint(tmp_path):
+    only_fault(config_of(parent, arena__capacity="1024TiB"), fix="remount,size=")
     (mount, *_) = arena_findings(config_of(tmp_path))
     assert (mount.check, mount.verdict) == ("mount", "hint")
     assert "no memory" in mount.says
-
-
-def test_mount_that_is_too_small_for_the_arena_is_told_how_large_it_must_be(parent):
-    only_fault(config_of(parent, arena__capacity="1024TiB"), fix="remount,size=")
 
 
 def test_tier_of_another_name_is_named_also_where_its_arena_fills_the_mount(
@@ -190,8 +171,10 @@ def test_tier_of_another_name_is_named_also_where_its_arena_fills_the_mount(
     only_fault(config, says="'test'")
 
 
-def test_node_without_a_tier_is_told_to_start_one(config):
+def test_node_without_a_tier_is_told_to_start_one_and_to_wait_for_one_that_starts(config):
     only_fault(config, fix="kvray up")
+    config.node_dir.mkdir(mode=0o700)
+    only_fault(config, says="prepares")
 
 
 @needs_root
@@ -239,18 +222,12 @@ def test_arena_of_another_format_is_a_matter_of_versions(shard, config):
 
 
 def test_arena_without_its_lock_file_cannot_be_used(shard, config):
-    arena = Arena(config.node_dir, lock_wait_s=1)
-    arena_id = arena.arena_id
-    arena.close()
+    with contextlib.closing(Arena(config.node_dir, lock_wait_s=1)) as arena:
+        arena_id = arena.arena_id
     shard.freeze()  # else it makes another arena
     lock_path(config.node_dir, arena_id).unlink()
     only_fault(config, says="lock file")
     shard.wake()
-
-
-def test_shard_that_is_still_preparing_is_waited_for(config):
-    config.node_dir.mkdir(mode=0o700)
-    only_fault(config, says="prepares")
 
 
 def test_arena_that_stays_locked_names_what_to_look_for(shard, config, child_in):

@@ -22,25 +22,21 @@ def test_whole_tier_has_nothing_to_mend():
     assert set(shown) == {"lookup", "shard aa", "disk aa"}
 
 
-def test_partition_of_the_lookup_that_does_not_answer_is_a_fault():
-    silent = {"lookup": "kvray-lookup-1", "state": "unreachable", "message": "No answer in 2 s."}
-    lookup = {"keys": 7, "partitions": [{"lookup": "kvray-lookup", "keys": 7}, silent]}
-    shown = [*tier_findings({"lookup": lookup, "shards": [SERVING], "movers": []})]
-    (fault,) = [one for one in shown if one.verdict == "fault"]
-    assert (fault.check, fault.says) == ("kvray-lookup-1", "does not answer (No answer in 2 s)")
-    assert "supervisor" in fault.fix
-
-
 def test_lookup_that_does_not_answer_is_a_fault_and_shards_are_told_all_the_same():
-    silent = {"lookup": "kvray-lookup", "state": "unreachable", "message": "No answer in 2 s."}
-    shown = {
-        one.check: one.verdict for one in tier_findings({"lookup": silent, "shards": [SERVING]})
-    }
-    assert shown == {"kvray-lookup": "fault", "shard aa": "ok"}
+    silent = {"lookup": "kvray-lookup-1", "state": "unreachable", "message": "No answer in 2 s."}
+    partly = {"keys": 7, "partitions": [{"lookup": "kvray-lookup", "keys": 7}, silent]}
+    for lookup in (silent, partly):
+        shown = [*tier_findings({"lookup": lookup, "shards": [SERVING]})]
+        assert "ok" in {one.verdict for one in shown if one.check == "shard aa"}
+        (fault,) = [one for one in shown if one.verdict == "fault"]
+        assert (fault.check, fault.says) == ("kvray-lookup-1", "does not answer (No answer in 2 s)")
+        assert "supervisor" in fault.fix
 
 
-def test_tier_without_shards_is_a_fault():
+def test_tier_without_shards_and_one_with_corrupt_blocks_have_a_remedy():
     assert "shard.resource" in found()["shards"].fix
+    shown = found({**SERVING, "arena": {**ARENA, "corrupt": 2}})
+    assert "kvray verify" in shown["shard aa"].fix
 
 
 @pytest.mark.parametrize(
@@ -52,11 +48,6 @@ def test_shard_that_does_not_serve_is_reported(state, verdict):
     assert one.verdict == verdict
     assert "Why" in one.says
     assert one.fix
-
-
-def test_corrupt_blocks_are_reported():
-    shown = found({**SERVING, "arena": {**ARENA, "corrupt": 2}})
-    assert "kvray verify" in shown["shard aa"].fix
 
 
 def pages(**changes: Any) -> Finding:
@@ -91,10 +82,6 @@ def test_an_arena_s_pages_are_told_with_the_command_for_larger_ones(changes, ver
     assert one.fix == (f"{command} `kvray down` and `kvray up`" if verdict == "hint" else "")
 
 
-def test_a_shard_that_does_not_know_its_pages_says_nothing():
-    assert "pages aa" not in found({**SERVING, "memory": {}})
-
-
 @pytest.mark.parametrize(
     ("changed", "verdict", "word"),
     [
@@ -111,11 +98,13 @@ def test_disk_that_does_not_do_its_work_is_reported(changed, verdict, word):
     assert word in one.fix
 
 
-def test_a_disk_that_was_hardly_meant_is_a_hint():
+def test_a_disk_that_was_hardly_meant_is_a_hint_and_of_unknown_pages_nothing_is_said():
     remark = "/nvme is on the root file system; mount one at nvme.dir."
-    status = {"lookup": {"keys": 7}, "shards": [{**SERVING, "nvme": {**NVME, "remarks": [remark]}}]}
-    (one,) = [one for one in tier_findings(status) if one.verdict == "hint"]
+    shard = {**SERVING, "memory": {}, "nvme": {**NVME, "remarks": [remark]}}
+    shown = [*tier_findings({"lookup": {"keys": 7}, "shards": [shard]})]
+    (one,) = [one for one in shown if one.verdict == "hint"]
     assert (one.says, one.fix) == ("/nvme is on the root file system", "mount one at nvme.dir")
+    assert "pages aa" not in {one.check for one in shown}
 
 
 def test_nodes_between_which_nothing_can_be_moved_are_a_fault():
@@ -127,11 +116,6 @@ def test_nodes_between_which_nothing_can_be_moved_are_a_fault():
     assert "link aa > bb" not in found(
         SERVING, movers=(mover("aa", nixl=nixl), mover("bb", nixl=nixl))
     )
-
-
-@pytest.mark.parametrize("connected", [True, False])
-def test_who_only_stores_tensors_gets_no_advice_about_engines(connected):
-    assert not hits_found(replica(requests=0, stored_tokens=64, connected=connected))
 
 
 def status_with(*replicas: dict[str, Any], **arena: int) -> dict[str, Any]:
@@ -181,17 +165,18 @@ def test_hit_rate_is_of_all_prompt_tokens_by_where_they_came_from():
     assert hits_found(replica(**counters))["hit rate"].says == says
 
 
-def test_a_tensor_cache_is_asked_for_something_too():
+def test_who_only_stores_or_asks_for_tensors_gets_no_advice_about_engines():
+    for connected in (True, False):
+        assert not hits_found(replica(requests=0, stored_tokens=64, connected=connected))
     counters = {"requests": 3, "prompt_tokens": 1408, "hit_tokens": 1408}
     assert "requests" not in hits_found(replica(**counters))
 
 
 def test_replicas_that_share_no_namespace_are_named():
     counters = {"requests": 1, "prompt_tokens": 64}
-    apart = hits_found(replica("a", **counters), replica("b", namespace="02", **counters))
-    assert apart["namespaces"].verdict == "hint"
-    together = hits_found(replica("a", **counters), replica("b", **counters))
-    assert "namespaces" not in together
+    one, other = replica("a", **counters), replica("b", **counters)
+    assert hits_found(one, {**other, "namespace": "02"})["namespaces"].verdict == "hint"
+    assert "namespaces" not in hits_found(one, other)
 
 
 @pytest.mark.parametrize("reason", sorted(COUNTED))
@@ -203,9 +188,8 @@ def test_each_reason_of_missed_tokens_has_its_fix(reason):
 
 
 def test_reasons_of_few_tokens_explain_nothing():
-    counters = {"requests": 1, "prompt_tokens": 1000}
     missed = {"miss_tokens_not_stored": 990, "miss_tokens_arena_busy": 10}
-    shown = hits_found(replica(**counters, **missed))
+    shown = hits_found(replica(requests=1, prompt_tokens=1000, **missed))
     assert "missed: not_stored" in shown
     assert "missed: arena_busy" not in shown
 

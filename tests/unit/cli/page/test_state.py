@@ -15,12 +15,14 @@ from kvray.cli.page.state import CONTENTS, REQUESTS, STATUS, PageState, Shares
 from tests.unit.cli.answers import MARKUP, NOW, TRAFFIC, contents, requests, silent, status
 
 
-def told(shown: PageState, *, seconds: int = 20) -> PageState:
-    """Have a tier answer each two seconds, and with everything in the last one."""
-    for second in range(0, seconds, 2):
+@pytest.fixture
+def shown() -> PageState:
+    """Of a tier that answered each two seconds for 18, and then with everything."""
+    shown = PageState("prod")
+    for second in range(0, 20, 2):
         shown.take({"part": STATUS, "answer": status(second)}, NOW + second)
-    shown.take({"part": CONTENTS, "answer": contents()}, NOW + seconds - 2)
-    shown.take({"part": REQUESTS, "answer": requests(NOW + seconds)}, NOW + seconds - 2)
+    shown.take({"part": CONTENTS, "answer": contents()}, NOW + 18)
+    shown.take({"part": REQUESTS, "answer": requests(NOW + 20)}, NOW + 18)
     return shown
 
 
@@ -28,8 +30,8 @@ def state(shown: PageState, at: float, since: float = 0.0) -> dict[str, Any]:
     return shown.state(NOW + at, since)
 
 
-def test_page_has_what_commands_show():
-    found = state(told(PageState("prod")), 18)
+def test_page_has_what_commands_show(shown):
+    found = state(shown, 18)
     assert found["headline"] == "Tier prod: 2 nodes; the lookup knows 1,234 keys."
     assert [(one["name"], one["value"], one["of"]) for one in found["figures"]] == [
         ("hit rate now", "60%", "of prompt tokens"),
@@ -38,13 +40,6 @@ def test_page_has_what_commands_show():
         ("memory", "2MiB", "of 8MiB taken"),
         ("disk", "2GiB", "of 8GiB taken"),
         ("faults", "0", "at present"),
-    ]
-    seen = status(20, first_tokens_s={"num": 9, "p50": 0.0504, "p90": 1.25})
-    shown = told(PageState("prod"))
-    shown.take({"part": STATUS, "answer": seen}, NOW + 20)
-    figures = state(shown, 20)["figures"]
-    assert ["first token, 10 min", "50 ms", "p50; p90 1.2 s"] in [
-        [*one.values()] for one in figures
     ]
     first, _ = found["nodes"]
     assert [one["text"] for one in first["meters"]] == ["25% of 4MiB taken", "25% of 4GiB taken"]
@@ -61,10 +56,13 @@ def test_page_has_what_commands_show():
     points = found["curve"]["points"]
     assert (points["unit"], points["now"], points["sizes"][0]) == ("GiB", 32.0, 8.0)
     assert (points["own"], points["host"][2], points["disk"][2]) == (0.1, 0.33, 0.04)
+    seen = status(20, first_tokens_s={"num": 9, "p50": 0.0504, "p90": 1.25})
+    shown.take({"part": STATUS, "answer": seen}, NOW + 20)
+    figures = [[*one.values()] for one in state(shown, 20)["figures"]]
+    assert ["first token, 10 min", "50 ms", "p50; p90 1.2 s"] in figures
 
 
-def test_the_hour_begins_anew_when_a_node_with_its_counters_goes_or_comes():
-    shown = told(PageState("prod"))
+def test_the_hour_begins_anew_when_a_node_with_its_counters_goes_or_comes(shown):
     without = status(20)
     without["shards"][1] = silent("bb")
     for second, answer in ((20, without), (40, status(40)), (60, status(60))):
@@ -76,8 +74,7 @@ def test_the_hour_begins_anew_when_a_node_with_its_counters_goes_or_comes():
     assert figure["value"] == "60%"
 
 
-def test_history_is_handed_out_once_and_has_a_gap_where_nobody_answered():
-    shown = told(PageState("prod"))
+def test_history_is_handed_out_once_and_has_a_gap_where_nobody_answered(shown):
     points = state(shown, 18)["shares"]["points"]
     assert points[-1]["rates"][""] == [0.0, 120.0, 0.0, 0.0, 80.0]
     assert points[-1]["rates"][f"on-bb {MARKUP}"] == [0.0, 60.0, 0.0, 0.0, 40.0]
@@ -85,8 +82,7 @@ def test_history_is_handed_out_once_and_has_a_gap_where_nobody_answered():
     assert state(shown, 20, points[-1]["at"])["shares"]["points"] == [{"at": NOW + 20, "rates": {}}]
 
 
-def test_history_has_a_gap_where_nobody_asked():
-    shown = told(PageState("prod"))
+def test_history_has_a_gap_where_nobody_asked(shown):
     shown.take({"part": STATUS, "answer": status(60)}, NOW + 60)
     points = state(shown, 60)["shares"]["points"]
     assert [bool(one["rates"]) for one in points[-3:]] == [True, False, True]
@@ -110,8 +106,7 @@ def test_page_calls_nodes_by_their_hosts_and_models_by_what_is_served():
         assert unread not in text
 
 
-def test_tier_that_falls_silent_leaves_its_figures_with_their_age_and_the_reason():
-    shown = told(PageState("prod"))
+def test_tier_that_falls_silent_leaves_its_figures_with_their_age_and_the_reason(shown):
     for second in (20, 22, 24):
         shown.take({"part": STATUS, "trouble": "No answer."}, NOW + second)
     found = state(shown, 25)
@@ -125,8 +120,7 @@ def test_tier_that_falls_silent_leaves_its_figures_with_their_age_and_the_reason
     assert found["figures"][0]["value"] == "\N{EN DASH}"
 
 
-def test_shard_that_does_not_answer_keeps_its_last_figures_and_their_age():
-    shown = told(PageState("prod"))
+def test_shard_that_does_not_answer_keeps_its_last_figures_and_their_age(shown):
     gone = status(20)
     gone["shards"] = [gone["shards"][0], silent("bb")]
     shown.take({"part": STATUS, "answer": gone}, NOW + 20)
@@ -141,8 +135,7 @@ def test_shard_that_does_not_answer_keeps_its_last_figures_and_their_age():
     assert fault["age_s"] == 3.0
 
 
-def test_frozen_lookup_is_a_fault_with_its_time_and_shards_are_shown():
-    shown = told(PageState("prod"))
+def test_frozen_lookup_is_a_fault_with_its_time_and_shards_are_shown(shown):
     lookup = {"lookup": "kvray-lookup", "state": "unreachable", "message": "No answer in time."}
     for second in (20, 24):
         shown.take({"part": STATUS, "answer": status(second, lookup=lookup)}, NOW + second)
@@ -189,13 +182,13 @@ def test_replicas_of_a_silent_node_are_not_said_to_be_missing():
     assert not any("registered" in one["text"] for one in found["findings"])
 
 
-@pytest.mark.parametrize("state_name", ["preparing", "flushing"])
-def test_shard_that_is_on_its_way_says_how_far(state_name):
+def test_shard_that_is_on_its_way_says_how_far():
     shown = PageState("prod")
-    one = {"shard": "kvray-shard-aa", "state": state_name, "done": 1, "total": 4}
-    shown.take({"part": STATUS, "answer": status(shards=[one], movers=[])}, NOW)
-    (node,) = state(shown, 1)["nodes"]
-    assert (node["state"], node["is_healthy"], node["meters"]) == (f"{state_name} 25 %", False, [])
+    for name in ("preparing", "flushing"):
+        one = {"shard": "kvray-shard-aa", "state": name, "done": 1, "total": 4}
+        shown.take({"part": STATUS, "answer": status(shards=[one], movers=[])}, NOW)
+        (node,) = state(shown, 1)["nodes"]
+        assert (node["state"], node["is_healthy"], node["meters"]) == (f"{name} 25 %", False, [])
 
 
 def test_history_is_bounded_in_time_and_in_replicas():

@@ -2,8 +2,6 @@
 
 import itertools
 import os
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,22 +31,15 @@ SCALE = GpuScale(
 CPU = GpuDevice("cpu")
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    """A directory with a short path, as a shard's socket needs it."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvray-test-") as made:
-        yield Path(made)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which would be measured")
 def test_without_a_gpu_it_ends_with_one_sentence(run_kvray):
     assert_refused(run_kvray("bench", "gpu"), "finds no NVIDIA GPU here")
 
 
-def test_a_run_gives_every_figure_and_leaves_nothing_behind(directory, capsys):
+def test_a_run_gives_every_figure_and_leaves_nothing_behind(parent, capsys):
     with running(Interrupts()) as runner:
-        report = measure_gpu(SCALE, CPU, arena_dir=directory, runner=runner)
-    assert list(directory.iterdir()) == []
+        report = measure_gpu(SCALE, CPU, arena_dir=parent, runner=runner)
+    assert list(parent.iterdir()) == []
     figures = report.facts
     for way, size in itertools.product(("h2d", "d2h"), ("4mib", "128kib")):
         for suffix in ("", "_run", "_busy", "_run_busy"):
@@ -69,49 +60,45 @@ def test_a_run_gives_every_figure_and_leaves_nothing_behind(directory, capsys):
     assert "16KiB pieces" in text
 
 
-def test_an_interrupted_run_leaves_nothing_behind(directory, monkeypatch):
+def test_an_interrupted_run_leaves_nothing_behind(parent, monkeypatch):
     def interrupt(self: Progress, *args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Progress, "advance", interrupt)
     with pytest.raises(KeyboardInterrupt), running(Interrupts()) as runner:
-        measure_gpu(SCALE, CPU, arena_dir=directory, runner=runner)
-    assert list(directory.iterdir()) == []
+        measure_gpu(SCALE, CPU, arena_dir=parent, runner=runner)
+    assert list(parent.iterdir()) == []
 
 
-def prompts(directory: Path) -> gpu.Tally:
+def prompts(parent: Path) -> gpu.Tally:
     tally = gpu.Tally()
     with running(Interrupts()) as runner:
-        gpu._start_engines(SCALE, CPU, directory, runner, tally).take(1024, 1)
+        gpu._start_engines(SCALE, CPU, parent, runner, tally).take(1024, 1)
     return tally
 
 
-def test_the_arena_of_the_machine_s_own_tier_is_left_alone(directory, monkeypatch, tmp_path):
+def test_the_arena_of_the_machine_s_own_tier_is_left_alone(parent, monkeypatch, tmp_path):
     monkeypatch.setenv("KVRAY_ARENA__DIR", str(tmp_path / "none"))
-    assert not prompts(directory)[gpu.WRONG]
+    assert not prompts(parent)[gpu.WRONG]
     assert os.environ["KVRAY_ARENA__DIR"] == str(tmp_path / "none")
 
 
-def test_answers_after_blocks_that_are_wrong_are_counted(directory, monkeypatch):
+def test_answers_after_blocks_that_are_wrong_are_counted(parent, monkeypatch):
     load = HostPool.load
     monkeypatch.setattr(
         HostPool, "load", lambda pool, arena, loads, stream: load(pool, arena, [], stream)
     )
-    tally = prompts(directory)
+    tally = prompts(parent)
     assert tally[gpu.WRONG] == 2
     report = gpu._report(SCALE, CPU, [], tally)
     assert report.has_failed
     assert "2 answers were WRONG" in str(report.parts)
 
 
-def test_a_prompt_that_is_not_loaded_ends_the_run(directory, monkeypatch):
+def test_a_prompt_that_is_not_loaded_ends_the_run(parent, monkeypatch):
     monkeypatch.setattr(ReferenceEngine, "reset_prefix_cache", lambda _: None)
     with pytest.raises(KVRayError, match="only 0 were loaded"):
-        prompts(directory)
-
-
-def test_the_model_of_the_benchmark_has_the_shapes_of_llama_3_8b():
-    assert block_bytes(RANDOM["llama-3-8b"]) == 4 * 2**20
+        prompts(parent)
 
 
 def test_a_gpu_without_room_for_the_models_is_refused_with_the_sizes():
@@ -124,11 +111,13 @@ def test_a_gpu_without_room_for_the_models_is_refused_with_the_sizes():
     replace(scale, model="tiny").check_memory(2 * 2**30)
 
 
-def test_counts_follow_the_options():
+def test_the_model_has_the_shapes_of_llama_3_8b_and_counts_follow_the_options():
+    assert block_bytes(RANDOM["llama-3-8b"]) == 4 * 2**20
     scale = GpuScale.fit(repeat=7, quick=False)
     assert (scale.pairs, scale.prefill_pairs) == (7, 7)
     assert max(scale.lengths) == 32768
     assert max(GpuScale.fit(repeat=None, quick=True).lengths) == 8192
+    assert [name_of(length) for length in (512, 1024, 8192)] == ["512", "1k", "8k"]
 
 
 def test_crossover_is_the_length_from_which_on_loading_wins():
@@ -136,7 +125,3 @@ def test_crossover_is_the_length_from_which_on_loading_wins():
     assert crossover({64: 2.0, 128: 0.9, 256: 3.0}) == 256
     assert crossover({64: 2.0, 128: 1.1}) == 64
     assert crossover({64: 0.5, 128: 0.9}) is None
-
-
-def test_lengths_are_named_in_thousands():
-    assert [name_of(length) for length in (512, 1024, 8192)] == ["512", "1k", "8k"]

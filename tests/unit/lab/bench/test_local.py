@@ -70,19 +70,6 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path, arena_dir):
     wait_for(lambda: not any(one.is_running() for one in workers), "their end")
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--capacity", "much"], ["--capacity", "64GiB"]),
-        (["--capacity", "1MiB"], ["--capacity 1MiB is too small", "64MiB"]),
-        (["--capacity", "4096TiB"], ["TiB", "smaller --capacity, or --quick"]),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_is_measured(run_kvray, arena_dir, args, words):
-    assert_refused(run_kvray("bench", "local", *args, KVRAY_ARENA__DIR=str(arena_dir)), *words)
-    assert list(arena_dir.iterdir()) == []
-
-
 def test_missing_arena_directory_is_named(run_kvray, tmp_path):
     done = run_kvray("bench", "local", KVRAY_ARENA__DIR=str(tmp_path / "nowhere"))
     assert_refused(done, "nowhere", "arena.dir")

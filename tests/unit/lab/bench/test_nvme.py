@@ -88,14 +88,6 @@ def test_fio_that_fails_is_quoted(run_kvray, disk, fio):
     assert "fio failed: no libaio here" in done.stderr
 
 
-def test_directory_in_memory_is_refused(run_kvray):
-    assert_refused(run_kvray(*QUICK, _SHM), "kept in memory (tmpfs)", "--dir")
-
-
-def test_directory_that_is_not_there_is_refused(run_kvray, tmp_path):
-    assert_refused(run_kvray("bench", "nvme", "--dir", tmp_path / "none"), "No such file")
-
-
 @pytest.mark.parametrize("size", ["5000", "3MiB", "32MiB"])
 def test_block_size_that_does_not_fit_is_refused(run_kvray, disk, size):
     assert_refused(run_kvray(*QUICK, disk, "--block", size), "cannot be measured")
