@@ -1,4 +1,5 @@
 import inspect
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kvray.config import (
     parse_size,
     ray_memory_threshold,
     reading,
+    values_on_nodes,
 )
 from kvray.errors import ConfigError
 
@@ -42,10 +44,6 @@ def load(path: Path | None = None, /, environ: Any = None, **options: Any) -> KV
 
 
 # Sources and their order.
-
-
-def test_without_any_source_the_defaults_hold():
-    assert load() == KVRayConfig()
 
 
 CAPACITY = "KVRAY_ARENA__CAPACITY"
@@ -81,21 +79,23 @@ def test_the_callers_file_is_read_else_the_environments_else_the_well_known_one(
     assert load(given, environ=environ).cluster_name == "given"
 
 
-def test_variables_name_the_cluster_and_give_numbers():
-    given = load(environ={"KVRAY_CLUSTER_NAME": "blue", "KVRAY_ARENA__HOLDERS_MAX": "16"})
+def test_variables_name_the_cluster_and_tenants_as_they_are_written_and_give_numbers():
+    given = load(
+        environ={
+            "KVRAY_CLUSTER_NAME": "blue",
+            "KVRAY_ARENA__HOLDERS_MAX": "16",
+            "KVRAY_SECURITY__TENANT_QUOTAS__Alice": "1GiB",
+            "KVRAY_SECURITY__TENANT_SECRET_FILE": "/secret",
+        }
+    )
     assert (given.cluster_name, given.arena.holders_max) == ("blue", 16)
+    assert given.security.tenant_quotas == {"Alice": GiB}
 
 
-SERVICES = [
-    "kvray",
-    "kvray-events",
-    "kvray-a--b",
-    "kvray-security--tenant-quotas--a",
-    "kvray-config",
-]
-
-
-@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize(
+    "service",
+    ["kvray", "kvray-events", "kvray-a--b", "kvray-security--tenant-quotas--a", "kvray-config"],
+)
 def test_variables_that_kubernetes_sets_for_a_service_are_left_alone(service):
     name = service.upper().replace("-", "_")
     url = "tcp://10.0.0.1:5557"
@@ -144,15 +144,6 @@ def test_ray_is_found_by_its_own_variable_if_nothing_else_names_it(
     assert where in found.origins.of(("ray", "address")).where
 
 
-def test_a_variable_names_a_tenant_as_it_is_written():
-    environ = {
-        "KVRAY_SECURITY__TENANT_QUOTAS__Alice": "1GiB",
-        "KVRAY_SECURITY__TENANT_SECRET_FILE": "/secret",
-    }
-    found = config.read_effective(None, environ=environ).config
-    assert found.security.tenant_quotas == {"Alice": 2**30}
-
-
 def test_no_signature_shows_the_environment():
     for name in config.__all__:
         if inspect.isfunction(one := getattr(config, name)):
@@ -163,8 +154,8 @@ def test_no_signature_shows_the_environment():
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "arena:\n", "arena: {}\nray:\n"])
-def test_a_file_without_settings_means_the_defaults(write_yaml, text):
-    assert load(write_yaml(text)) == KVRayConfig()
+def test_a_file_without_settings_means_the_defaults_as_no_source_does(write_yaml, text):
+    assert load(write_yaml(text)) == load() == KVRayConfig()
 
 
 # Keys and values.
@@ -186,9 +177,6 @@ def test_the_files_of_a_node_lie_under_the_name_of_the_cluster():
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        (4096, 4096),
-        ("4096", 4096),
-        ("4096B", 4096),
         ("64KiB", 2**16),
         (" 2 MiB ", 2**21),
         ("1.5GiB", 3 * 2**29),
@@ -227,15 +215,7 @@ def test_a_size_is_written_in_the_largest_unit_that_fits(size, text):
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [
-        (30, 30),
-        ("30", 30),
-        (" 30 s ", 30),
-        ("250ms", 0.25),
-        ("1.5m", 90),
-        ("1h", 3600),
-        ("1d", 86400),
-    ],
+    [(5, 5), ("5", 5), (" 5 s ", 5), ("250ms", 0.25), ("1.5m", 90), ("1h", 3600), ("1d", 86400)],
 )
 def test_a_duration_is_a_number_of_seconds_or_has_a_unit(text, seconds):
     assert load(overrides={"ray.timeout_s": text}).ray.timeout_s == seconds
@@ -277,21 +257,6 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
         cache_dir({})
 
 
-def test_a_nodes_environment_has_the_last_word_on_its_own_arena_only():
-    tier = load(overrides={"arena.capacity": "1GiB", "cluster_name": "mine"})
-    environ = {"KVRAY_ARENA__CAPACITY": "2GiB", "KVRAY_ARENA__DIR": "/dev/shm/here"}
-    environ |= {"KVRAY_SHARD__RESOURCE": "other", "KVRAY_CLUSTER_NAME": "other"}
-    here = config_on_node(tier, environ)
-    assert here.arena.capacity == 2 * GiB
-    assert here.node_dir == Path("/dev/shm/here/kvray-mine")
-    assert here.shard == tier.shard
-
-
-def test_a_wrong_variable_of_a_node_is_named():
-    with pytest.raises(ConfigError, match=r"On this node: KVRAY_ARENA__CAPACITY: arena\.cap"):
-        config_on_node(load(), {CAPACITY: "-1"})
-
-
 # Quotas of namespaces.
 
 
@@ -300,3 +265,100 @@ def test_a_quota_is_for_every_namespace_or_for_one_also_by_the_environment(write
     arena = load(path, environ={"KVRAY_ARENA__QUOTAS__12AB": "1GiB"}).arena
     assert arena.namespace_quota == GiB
     assert arena.quotas == {"12ab34cd": 2 * GiB, "0123": 5 * 2**20, "12ab": GiB}
+
+
+# What holds on one node: the tier's settings, then its labels, then its own environment.
+
+BIG = {"kvray.io/pool": "big"}
+
+
+def tier(*nodes: dict[str, Any], **dotted: Any) -> KVRayConfig:
+    overrides = {name.replace("__", "."): value for name, value in dotted.items()}
+    return load(overrides={"nodes": list(nodes), **overrides})
+
+
+def entry(label: str = "kvray.io/pool=big", /, **sections: Any) -> dict[str, Any]:
+    return {"label": label, **sections}
+
+
+def test_a_label_changes_what_its_entry_names_and_nothing_else():
+    config = tier(entry(arena={"capacity": "8GiB"}, nvme={"dir": "/mnt/a"}), arena__policy="lru")
+    there = config_on_node(config, {}, labels=BIG)
+    assert (there.arena.capacity, there.arena.policy) == (8 * GiB, "lru")
+    assert there.nvme_dir == Path("/mnt/a/kvray-kvray")
+    assert there.shard == config.shard
+
+
+@pytest.mark.parametrize("labels", [{}, {"kvray.io/pool": "small"}, {"pool": "big"}, None])
+def test_other_nodes_are_as_the_tier(labels):
+    config = tier(entry(arena={"capacity": "8GiB"}))
+    assert config_on_node(config, {}, labels=labels).arena == config.arena
+
+
+def test_a_later_entry_wins_setting_by_setting_and_the_node_s_own_environment_over_all():
+    config = tier(
+        entry(arena={"capacity": "8GiB", "free_target": 0.2}),
+        entry("disk=slow", arena={"capacity": "16GiB"}),
+    )
+    for environ, capacity in (({}, 16 * GiB), ({CAPACITY: "2GiB"}, 2 * GiB)):
+        arena = config_on_node(config, environ, labels={**BIG, "disk": "slow"}).arena
+        assert (arena.capacity, arena.free_target) == (capacity, 0.2)
+
+
+def test_a_label_can_take_a_setting_back():
+    config = tier(entry(nvme={"dir": None}), nvme__dir="/mnt/a")
+    assert config_on_node(config, {}, labels=BIG).nvme.dir is None
+
+
+def test_quotas_of_a_label_stand_in_place_of_the_tier_s():
+    config = tier(entry(arena={"quotas": {"12": "1MiB"}}), arena__quotas={"34": "1MiB"})
+    both = config_on_node(config, {"KVRAY_ARENA__QUOTAS__56": "2MiB"}, labels=BIG)
+    assert both.arena.quotas == {"12": 2**20, "56": 2**21}
+    assert config_on_node(config, {}, labels=BIG).arena.quotas == {"12": 2**20}, "a copy each time"
+
+
+def test_a_quota_that_bounds_on_the_largest_nodes_only_is_fine_for_an_engine_on_a_small_one():
+    config = tier(entry(arena={"capacity": "64GiB"}), arena__namespace_quota="48GiB")
+    assert config.arena.namespace_quota == 48 * GiB
+    assert config_on_node(config, {CAPACITY: "1GiB"}).arena.capacity == GiB
+    overrides = {"arena.namespace_quota": "2GiB"}
+    assert load(environ={CAPACITY: "1GiB"}, overrides=overrides).arena.capacity == GiB
+    with pytest.raises(ConfigError, match="would bound nothing"):
+        load(overrides={**overrides, "arena.capacity": "1GiB"})
+
+
+def test_a_small_node_may_leave_the_slab_to_kvray_and_what_contradicts_itself_is_said_of_it():
+    assert config_on_node(tier(), {CAPACITY: "16MiB"}).arena.capacity == 2**24
+    with pytest.raises(ConfigError, match=r"^On this node: .*arena\.slab .* is larger than"):
+        config_on_node(tier(arena__slab="64MiB"), {CAPACITY: "16MiB"})
+    with pytest.raises(ConfigError, match=r"On this node: KVRAY_ARENA__CAPACITY: arena\.cap"):
+        config_on_node(load(), {CAPACITY: "-1"})
+
+
+def test_every_value_that_a_setting_has_on_some_node_is_known():
+    config = tier(entry(arena={"capacity": "8GiB"}), entry("a=b", nvme={"flush_s": 5}))
+    assert values_on_nodes(config, "arena", "capacity") == [4 * GiB, 8 * GiB]
+    assert values_on_nodes(config, "nvme", "flush_s") == [60.0, 5.0]
+
+
+def test_entries_survive_their_way_to_another_process():
+    config = tier(entry(arena={"capacity": "8GiB"}))
+    there = pickle.loads(pickle.dumps(config))  # noqa: S301 - as Ray sends it
+    assert there == config
+    assert config_on_node(there, {}, labels=BIG).arena.capacity == 8 * GiB
+
+
+def test_an_entry_that_says_the_default_differs_from_one_that_says_nothing():
+    says = tier(entry(arena={"capacity": "4GiB", "slab": "1MiB"}), arena__capacity="8GiB")
+    assert config_on_node(says, {}, labels=BIG).arena.capacity == 4 * GiB
+    assert says != tier(entry(arena={"slab": "1MiB"}), arena__capacity="8GiB")
+
+
+def test_a_nodes_environment_has_the_last_word_on_its_own_arena_only():
+    config = tier(arena__capacity="1GiB", cluster_name="mine")
+    environ = {CAPACITY: "2GiB", "KVRAY_ARENA__DIR": "/dev/shm/here"}
+    environ |= {"KVRAY_SHARD__RESOURCE": "other", "KVRAY_CLUSTER_NAME": "other"}
+    here = config_on_node(config, environ)
+    assert here.arena.capacity == 2 * GiB
+    assert here.node_dir == Path("/dev/shm/here/kvray-mine")
+    assert here.shard == config.shard

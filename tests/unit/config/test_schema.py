@@ -48,8 +48,10 @@ def load(text: str, tmp_path: Path) -> None:
     load_config(path, environ={})
 
 
-def test_the_schema_is_one():
+def test_the_schema_is_one_and_lets_nothing_but_settings_stand_anywhere():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    assert SCHEMA["additionalProperties"] is False
+    assert all(one["additionalProperties"] is False for one in SCHEMA["$defs"].values())
 
 
 def test_the_published_schema_is_what_the_command_prints():
@@ -115,8 +117,3 @@ def test_a_size_in_the_schema_shows_how_it_is_written():
     assert capacity["default"] == "4GiB"
     assert "64GiB" in capacity["examples"]
     assert {one["type"] for one in capacity["anyOf"]} == {"integer", "string"}
-
-
-def test_nothing_but_settings_may_stand_anywhere():
-    assert SCHEMA["additionalProperties"] is False
-    assert all(one["additionalProperties"] is False for one in SCHEMA["$defs"].values())
