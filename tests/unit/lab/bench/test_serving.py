@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 import sys
 import time
 from collections import Counter
@@ -37,7 +36,6 @@ from kvray.lab.bench.serving.report import (
     serving_report,
 )
 from kvray.lab.replay.reading import TraceBuilder
-from kvray.lab.report import Report
 from kvray.store.replay import Trace
 from tests.forks import run
 from tests.kit.web import app_served
@@ -46,26 +44,20 @@ from tests.kit.web import app_served
 class Stub:
     """An OpenAI-compatible endpoint without a model; it streams `text`, and notes its requests."""
 
-    def __init__(
-        self, *, text: str = "one two", replica: str = "engine-1", wait_s: float = 0
-    ) -> None:
+    def __init__(self, *, text: str = "one two", wait_s: float = 0) -> None:
         self.asked: list[dict[str, Any]] = []
         self.app = FastAPI()
-        self._text, self._replica, self._wait_s = text, replica, wait_s
-        self.app.get("/v1/models")(self._models)
-        self.app.post("/v1/completions")(self._complete)
-
-    async def _models(self) -> dict[str, Any]:
+        self._text, self._wait_s = text, wait_s
         one = {"id": "stub", "object": "model", "created": 0, "owned_by": "test"}
-        return {"object": "list", "data": [one]}
+        self.app.get("/v1/models")(lambda: {"object": "list", "data": [one]})
+        self.app.post("/v1/completions")(self._complete)
 
     async def _complete(self, asked: dict[str, Any]) -> Any:
         self.asked.append(asked)
         if self._text == "":
             return JSONResponse({"error": {"message": "full"}}, 429)
-        headers = {"x-kvray-replica": self._replica}
-        lines = self._lines(len(asked["prompt"]))
-        return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
+        headers = {"x-kvray-replica": "engine-1", "content-type": "text/event-stream"}
+        return StreamingResponse(self._lines(len(asked["prompt"])), headers=headers)
 
     async def _lines(self, num_tokens: int) -> AsyncIterator[str]:
         base = {"id": "1", "object": "text_completion", "created": 0, "model": "stub"}
@@ -78,7 +70,7 @@ class Stub:
             "completion_tokens": 2,
             "total_tokens": num_tokens + 2,
         }
-        usage["prompt_tokens_details"] = {"cached_tokens": num_tokens // 2}
+        usage |= {"prompt_tokens_details": {"cached_tokens": num_tokens // 2}}
         yield f"data: {json.dumps({**base, 'choices': [], 'usage': usage})}\n\n"
         yield "data: [DONE]\n\n"
 
@@ -130,10 +122,13 @@ def test_a_round_comes_to_figures_of_each_endpoint(name, fast, slow):
     assert found["slow"].get(name) == (None if slow is None else pytest.approx(slow))
 
 
-def test_an_endpoint_that_answers_a_few_requests_looks_no_faster():
+def test_an_endpoint_that_answers_few_requests_or_none_looks_no_faster():
     found = figures(one_round(slow=[answer(0.1), FAILED, FAILED, FAILED]))["slow"]
     assert not {"first_token_p50_s", "first_token_p90_s"} & found.keys()
     assert found["requests_per_s"] < 1 / max(one.at_s for one in REQUESTS) + 0.01
+    found = figures(one_round(slow=[FAILED] * 4))["slow"]
+    assert found["requests_per_s"] == 0
+    assert "first_token_p90_s" not in found
 
 
 def test_replicas_that_nobody_has_heard_of_count_in_the_mean():
@@ -147,19 +142,10 @@ def test_reuse_is_missing_where_an_endpoint_does_not_tell():
     assert found["failed"] == 0
 
 
-def test_an_endpoint_of_which_all_fail_has_no_times():
-    found = figures(one_round(slow=[FAILED] * 4))["slow"]
-    assert found["requests_per_s"] == 0
-    assert "first_token_p90_s" not in found
-
-
-def test_rounds_come_to_their_median_and_failures_to_their_sum():
+def test_rounds_come_to_medians_also_of_their_own_ratios_and_failures_to_their_sum():
     found = over_rounds([figures(one_round())] * 3)
     assert found["slow"]["failed"] == 3
     assert found["slow"]["first_token_p50_s"] == 0.6
-
-
-def test_ratios_are_medians_of_the_rounds_own():
     rounds = [
         {"a": {"first_token_p90_s": 1.0}, "b": {"first_token_p90_s": seconds}}
         for seconds in (1.0, 3.0, 8.0)
@@ -169,26 +155,19 @@ def test_ratios_are_medians_of_the_rounds_own():
     assert ratios(more) == {"b": {"requests_per_s": 2.0}}
 
 
-def report(name: str = "one-prefix") -> Report:
-    section = Section.of(name, [one_round()] * 2, in_time_s=0.5, num_replicas=3)
-    return serving_report([section], {"rate": 1.0})
-
-
-def test_json_has_every_figure_by_name():
-    found = report().facts
+def test_json_has_every_figure_by_name_and_the_table_what_went_wrong(capsys):
+    section = Section.of("one-prefix", [one_round()] * 2, in_time_s=0.5, num_replicas=3)
+    report = serving_report([section], {"rate": 1.0})
+    found = report.facts
     assert found["serving_one_prefix_first_token_p90_s_fast"] == 1.0
     assert found["serving_one_prefix_first_token_p50_s_ratio_slow"] == 3.0
     assert found["serving_one_prefix_failed_slow"] == 2
     assert found["rate"] == 1.0
     assert len(found["workloads"][0]["rounds"]) == 2
-
-
-def test_table_names_endpoints_and_what_went_wrong(capsys):
-    report().show(as_json=False)
+    report.show(as_json=False)
     shown = capsys.readouterr().out
-    assert "fast" in shown
-    assert "3.00x" in shown
-    assert "slow: gone" in shown
+    for words in ("fast", "3.00x", "slow: gone"):
+        assert words in shown
 
 
 LOAD_REQUESTS = [Due(at_s=at / 20, tokens=[40 + at] * 64) for at in range(4)]
@@ -230,14 +209,9 @@ def test_a_late_answer_and_a_refusal_have_failed(stub, timeout_s, words):
     assert words in answer.error
 
 
-def test_the_model_is_what_the_endpoint_lists():
+def test_the_model_is_what_the_endpoint_lists_and_one_that_is_gone_is_named():
     with app_served(Stub().app) as url:
         assert asyncio.run(ask_model("stub", url)) == "stub"
-
-
-def test_an_endpoint_that_is_not_there_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
     with pytest.raises(KVRayError, match=f"mine does not answer at {url}"):
         asyncio.run(ask_model("mine", url))
 
@@ -250,11 +224,8 @@ def test_an_endpoint_that_is_not_there_is_named():
         ("http://host:1", ("http://host:1", "http://host:1")),
     ],
 )
-def test_endpoints_are_named(text, expected):
+def test_endpoints_are_named_and_what_is_no_url_is_refused(text, expected):
     assert parse_endpoint(text) == expected
-
-
-def test_what_is_no_url_is_refused():
     with pytest.raises(ConfigError, match="give NAME=http"):
         parse_endpoint("a=host:1")
 
@@ -329,21 +300,16 @@ def scaled(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_same_seed_makes_the_same_requests_which_fill_the_seconds(kind):
+def test_same_seed_makes_the_same_requests_which_fill_the_seconds_and_rounds_share_no_block(kind):
     first, again = generated(kind), generated(kind)
     assert first == again
     assert [one.tokens(3) for one in first] == [one.tokens(3) for one in again]
     times = [one.at_s for one in first]
     assert times == sorted(times)
     assert (times[0], times[-1]) == (0.0, pytest.approx(30.0))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rounds_have_no_block_in_common(kind):
-    requests = generated(kind)
     blocks = [
         {tuple(tokens[at : at + SIZE]) for tokens in prompts for at in range(0, len(tokens), SIZE)}
-        for prompts in ([one.tokens(seed) for one in requests] for seed in (1, 2))
+        for prompts in ([one.tokens(seed) for one in first] for seed in (1, 2))
     ]
     assert not blocks[0] & blocks[1]
 
@@ -380,24 +346,18 @@ def test_blocks_of_a_trace_become_shorter_and_stay_equal():
 
 
 def test_what_comes_after_the_last_block_is_nobody_elses():
-    requests = scaled(trace((1000, [1]), (1000, [1])))
-    first, second = (one.tokens(1) for one in requests)
+    first, second = (one.tokens(1) for one in scaled(trace((1000, [1]), (1000, [1]))))
     assert len(first) == len(second) == 62
     assert first[:32] == second[:32]
     assert first[32:] != second[32:]
 
 
-LONG = trace((5120, list(range(10))), (5120, list(range(10))))
-
-
-def test_a_factor_that_divides_no_block_shifts_no_other():
-    first, second = scaled(LONG, scale=3.0, tokens_max=5000)
+def test_a_factor_that_divides_no_block_shifts_no_other_and_long_prompts_lose_their_end():
+    long = trace(*[(5120, list(range(10)))] * 2)
+    first, second = scaled(long, scale=3.0, tokens_max=5000)
     assert first.num_tokens == 1707
     assert first.tokens(1) == second.tokens(1)
-
-
-def test_prompts_that_are_too_long_lose_their_end():
-    (first, _), (cut, _) = scaled(LONG), scaled(LONG, tokens_max=100)
+    (first, _), (cut, _) = scaled(long), scaled(long, tokens_max=100)
     assert cut.tokens(1) == first.tokens(1)[:100]
 
 

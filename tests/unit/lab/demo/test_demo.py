@@ -122,11 +122,6 @@ def test_other_hits_than_must_be_fail(records, words):
 PROMPTS = make_prompts(ByteTokenizer())
 
 
-def test_one_prompt_ends_with_a_block_and_one_within():
-    assert len(PROMPTS[LONG]) == LONG_BLOCKS * TOKENS_PER_BLOCK
-    assert len(PROMPTS[UNALIGNED]) % TOKENS_PER_BLOCK == UNALIGNED_TOKENS
-
-
 def test_only_the_questions_to_one_system_prompt_share_a_block():
     for one, other in itertools.combinations(PROMPTS, 2):
         pairs = zip(PROMPTS[one], PROMPTS[other], strict=False)
@@ -136,7 +131,9 @@ def test_only_the_questions_to_one_system_prompt_share_a_block():
         assert PROMPTS[one] != PROMPTS[other]
 
 
-def test_last_token_is_always_computed():
+def test_one_prompt_ends_with_a_block_and_one_within_and_the_last_token_is_always_computed():
+    assert len(PROMPTS[LONG]) == LONG_BLOCKS * TOKENS_PER_BLOCK
+    assert len(PROMPTS[UNALIGNED]) % TOKENS_PER_BLOCK == UNALIGNED_TOKENS
     assert shareable_tokens(2 * TOKENS_PER_BLOCK) == TOKENS_PER_BLOCK
     assert shareable_tokens(2 * TOKENS_PER_BLOCK + 1) == 2 * TOKENS_PER_BLOCK
 

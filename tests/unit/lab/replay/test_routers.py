@@ -68,16 +68,13 @@ def conversations(num_users: int, *, turns: int, load: float, replicas: int) -> 
     return trace_of(*requests)
 
 
-def test_a_request_waits_for_the_one_before_it():
-    found = simulate(trace_of((0, b"ab"), (0.1, b"xy")), plan(1), router="round_robin")
-    assert found.first_token_p50_s == pytest.approx((0.2 + 0.3) / 2)
-    assert found.throughput_per_s == pytest.approx(2 / 0.4)
-    assert found.utilization == pytest.approx(1)
-
-
-def test_speed_divides_the_times_of_the_trace():
-    found = simulate(trace_of((0, b"ab"), (0.4, b"xy")), plan(1, speed=4), router="round_robin")
-    assert found.first_token_p90_s == pytest.approx(0.2 + 0.9 * 0.1)
+def test_a_request_waits_for_the_one_before_it_and_speed_divides_the_times_of_the_trace():
+    for second_s, speed in ((0.1, 1), (0.4, 4)):
+        trace = trace_of((0, b"ab"), (second_s, b"xy"))
+        found = simulate(trace, plan(1, speed=speed), router="round_robin")
+        assert found.first_token_p50_s == pytest.approx((0.2 + 0.3) / 2)
+        assert found.throughput_per_s == pytest.approx(2 / 0.4)
+        assert found.utilization == pytest.approx(1)
 
 
 def test_reuse_comes_from_the_pool_then_the_node_then_another_node():
@@ -219,33 +216,20 @@ def request(number: int, *ids: int) -> Request:
     return Request(number=number, ids=ids, num_tokens=100 * len(ids))
 
 
-def test_round_robin_takes_turns():
-    turns = router("round_robin")
+def test_round_robin_takes_turns_and_the_power_of_two_never_takes_the_longest_queue():
+    turns, two = router("round_robin"), router("pow2")
     assert [turns.route(request(at, 1), [0, 0, 0], 0.0) for at in range(4)] == [0, 1, 2, 0]
+    assert {two.route(request(at, 1), [0, 5, 1], 0.0) for at in range(50)} == {0, 2}
 
 
-def test_the_power_of_two_never_takes_the_longest_queue():
-    two = router("pow2")
-    taken = {two.route(request(at, 1), [0, 5, 1], 0.0) for at in range(50)}
-    assert taken == {0, 2}
-
-
-def test_affinity_stays_with_the_longest_match():
+def test_affinity_stays_with_the_longest_match_unless_queues_differ_or_it_is_less_than_a_tenth():
     affinity = router("affinity")
-    first = affinity.route(request(0, 1, 2, 3), [0, 0, 0], 0.0)
+    first = affinity.route(request(0, *range(5)), [0, 0, 0], 0.0)
     other = affinity.route(request(1, 7, 8), [0, 0, 0], 0.0)
     assert other != first, "it remembers less"
-    assert affinity.route(request(2, 1, 2, 3, 4), [2, 2, 2], 0.0) == first
-
-
-def test_affinity_does_as_pow2_if_queues_differ_too_much():
-    affinity = router("affinity")
-    first = affinity.route(request(0, 1, 2, 3), [0, 0, 0], 0.0)
+    assert affinity.route(request(2, *range(6)), [2, 2, 2], 0.0) == first
     queues = [5 if at == first else 0 for at in range(3)]
-    assert affinity.route(request(1, 1, 2, 3), queues, 0.0) != first
-
-
-def test_affinity_ignores_a_match_of_less_than_a_tenth():
+    assert affinity.route(request(3, *range(5)), queues, 0.0) != first, "it does as pow2"
     affinity = router("affinity")
     first = affinity.route(request(0, *range(5)), [0, 0, 0], 0.0)
     assert affinity.route(request(1, 0, *range(10, 20)), [0, 0, 0], 0.0) != first
