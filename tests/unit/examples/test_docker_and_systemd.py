@@ -35,13 +35,10 @@ def test_hadolint_finds_no_fault():
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("image", ["tier", "engine"])
-def test_an_image_runs_as_user_1000_and_is_built_as_the_readme_says(image):
-    assert re.findall(r"^USER (.*)", STAGES[image], re.MULTILINE)[-1] == "1000:1000"
-    assert f"--target {image} " in (EXAMPLE / "README.md").read_text()
-
-
-def test_both_images_have_the_ray_of_the_pins():
+def test_both_images_run_as_user_1000_with_the_ray_of_the_pins_and_are_built_as_the_readme_says():
+    for image in ("tier", "engine"):
+        assert re.findall(r"^USER (.*)", STAGES[image], re.MULTILINE)[-1] == "1000:1000"
+        assert f"--target {image} " in (EXAMPLE / "README.md").read_text()
     (pinned,) = re.findall(r"^ray==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert f"ARG RAY={pinned}\n" in STAGES["engine"]
     assert "--constraint /wheel/constraints.txt" in STAGES["tier"]
@@ -145,15 +142,11 @@ def test_a_shard_has_time_to_write_to_disk_and_then_ray_to_end():
     assert stop_s >= RAY_END_S
 
 
-def test_a_stop_ends_ray_alone_and_leaves_the_arena():
+def test_a_stop_ends_ray_alone_and_neither_it_nor_a_limit_breaks_the_arena_or_pinned_memory():
     found = unit("kvray-ray.service")
     assert only(found, "KillMode") == "mixed"
     assert only(found, "RemoveIPC") == "no"
     assert not {"PrivateTmp", "PrivateIPC", "DynamicUser", "TemporaryFileSystem"} & found.keys()
-
-
-def test_no_limit_breaks_the_arena_or_the_memory_that_nixl_pins():
-    found = unit("kvray-ray.service")
     assert only(found, "MemoryMax") == only(found, "LimitMEMLOCK") == "infinity"
     assert not {"MemoryHigh", "MemoryLimit", "MemorySwapMax"} & found.keys()
     assert only(found, "OOMPolicy") == "continue"
@@ -170,12 +163,6 @@ def test_both_units_have_the_same_user_and_environment():
     assert environ["RAY_AUTH_TOKEN_PATH"] == "/etc/kvray/ray-token"
     assert "-o kvray ray-token /etc/kvray " in readme
     assert f"useradd --system --home-dir {environ['HOME']} " in readme
-
-
-def test_the_disk_is_waited_for():
-    directory = tier().nvme.dir
-    assert directory is not None
-    assert Path(only(unit("kvray-ray.service"), "RequiresMountsFor")) in directory.parents
 
 
 @pytest.mark.parametrize("node", nodes())
@@ -208,11 +195,14 @@ def test_kvray_knows_the_options_of_the_tier(key):
     assert context.params["wait"] == (key == "ExecReload")
 
 
-def test_the_tier_comes_and_goes_with_its_ray():
-    found = unit("kvray-tier.service")
+def test_ray_waits_for_the_disk_and_the_tier_comes_and_goes_with_its_ray():
+    ray, its_tier = map(unit, UNITS)
+    directory = tier().nvme.dir
+    assert directory is not None
+    assert Path(only(ray, "RequiresMountsFor")) in directory.parents
     for key in ("BindsTo", "After", "WantedBy"):
-        assert only(found, key) == "kvray-ray.service"
-    assert only(unit("kvray-ray.service"), "Restart") == "always"
+        assert only(its_tier, key) == "kvray-ray.service"
+    assert only(ray, "Restart") == "always"
 
 
 def test_the_stop_waits_until_each_shard_has_ended(tmp_path):

@@ -121,12 +121,6 @@ def test_kubernetes_own_schemas_take_every_object_and_pod(name):
         kubernetes_validate.validate(one, KUBERNETES, strict=True)
 
 
-def test_kubernetes_own_schemas_refuse_what_a_pod_has_not():
-    wrong = {**POD, "spec": {"containers": [{"name": "one", "startupProb": {}}]}}
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
-
-
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_kuberays_schema_takes_a_ray_cluster(name):
     jsonschema.validate(one_of(name, "RayCluster"), RAY_CLUSTER)
@@ -134,18 +128,22 @@ def test_kuberays_schema_takes_a_ray_cluster(name):
     assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"replica": 1}, {"replicas": "1"}, {"rayStartParams": {"num-cpus": 0}}]
-)
-def test_kuberays_schema_refuses_what_a_ray_cluster_has_not(wrong):
-    cluster = one_of("raycluster.yaml", "RayCluster")
-    cluster["spec"]["workerGroupSpecs"][0].update(wrong)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(cluster, RAY_CLUSTER)
+def test_the_schemas_refuse_what_a_pod_and_a_ray_cluster_have_not():
+    pod = {**POD, "spec": {"containers": [{"name": "one", "startupProb": {}}]}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+    for wrong in ({"replica": 1}, {"replicas": "1"}, {"rayStartParams": {"num-cpus": 0}}):
+        cluster = one_of("raycluster.yaml", "RayCluster")
+        cluster["spec"]["workerGroupSpecs"][0].update(wrong)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(cluster, RAY_CLUSTER)
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_pods_on_nodes_with_gpus_tolerate_their_taint(name):
+def test_pods_on_nodes_with_gpus_tolerate_their_taint_and_an_engine_uses_all_that_it_has(name):
+    engine = containers(name)["engine"]
+    tp_size = engine["args"][engine["args"].index("--tp_size") + 1]
+    assert tp_size == engine["resources"]["limits"]["nvidia.com/gpu"]
     found = templates(name)
     taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     assert "tolerations" not in found.pop("head")["spec"]
@@ -213,13 +211,6 @@ def test_probes_and_hooks_run_commands_that_there_are(name):
     assert float(options[options.index("--timeout") + 1]) < probe["timeoutSeconds"]
     hook = containers(name)["ray-head"]["lifecycle"]["postStart"]["exec"]["command"][2]
     assert "kvray up --no-wait" in hook
-
-
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_an_engine_uses_all_the_gpus_that_it_asks_for(name):
-    engine = containers(name)["engine"]
-    tp_size = engine["args"][engine["args"].index("--tp_size") + 1]
-    assert tp_size == engine["resources"]["limits"]["nvidia.com/gpu"]
 
 
 def test_a_rollout_of_engines_has_not_failed_before_one_could_start():
@@ -359,14 +350,11 @@ def test_volume_and_memory_follow_from_any_arena(arena, tmp_path):
     assert needed + 4 * 2**30 <= 0.95 * memory(pod) <= 1.05 * needed + 6 * 2**30
 
 
-def test_a_given_limit_that_is_large_enough_stays():
-    assert memory(worker({"worker": {"memory": "96Gi"}})) == 96 * 2**30
-
-
 @pytest.mark.parametrize(("flush_s", "grace"), [(0, 60), (90.5, 151), ("90s", 150), ("5m", 360)])
-def test_a_pod_ends_after_the_flush(flush_s, grace):
-    pod = worker({"kvray": {"nvme": {"flush_s": flush_s}}})
+def test_a_pod_ends_after_the_flush_and_a_limit_that_is_large_enough_stays(flush_s, grace):
+    pod = worker({"kvray": {"nvme": {"flush_s": flush_s}}, "worker": {"memory": "96Gi"}})
     assert pod["terminationGracePeriodSeconds"] == grace
+    assert memory(pod) == 96 * 2**30
 
 
 @pytest.mark.parametrize(
@@ -399,9 +387,12 @@ def test_a_wrong_value_is_refused_in_one_sentence(values, sentence):
     assert said.endswith(sentence)
 
 
-def test_the_chart_knows_every_setting_of_kvray_yaml():
+def test_the_chart_has_the_settings_the_alerts_and_the_version_of_the_package():
+    command = "run `python -m tests.unit.config.settings_table`"
     schema = json.loads(helm.SCHEMA.read_text())["$defs"]["config"]
-    assert schema == helm.config_schema(), "run `python -m tests.unit.config.settings_table`"
+    assert schema == helm.config_schema(), command
+    assert helm.ALERTS_COPY.read_text() == package_file(ALERTS).read_text(), command
+    assert yaml.safe_load((helm.CHART / "Chart.yaml").read_text())["appVersion"] == __version__
 
 
 VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"}
@@ -456,12 +447,6 @@ def test_what_watches_and_guards_is_there_when_it_is_asked_for():
     ]
 
 
-def test_the_chart_has_the_alerts_and_the_version_of_the_package():
-    command = "run `python -m tests.unit.config.settings_table`"
-    assert helm.ALERTS_COPY.read_text() == package_file(ALERTS).read_text(), command
-    assert yaml.safe_load((helm.CHART / "Chart.yaml").read_text())["appVersion"] == __version__
-
-
 def test_pods_have_the_account_variables_and_affinity_that_are_given():
     mine = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
     env = [{"name": "NCCL_DEBUG", "value": "INFO"}]
@@ -476,15 +461,12 @@ def test_pods_have_the_account_variables_and_affinity_that_are_given():
     assert ("ServiceAccount", "kvray") in objects(values)
     cluster = yaml.safe_load(helm.render(values)["raycluster.yaml"])["spec"]
     engine = objects(values, "engine.yaml")["Deployment", "kvray-engine"]["spec"]["template"]
-    pods = [cluster["headGroupSpec"]["template"], worker_template(cluster), engine]
+    (group,) = cluster["workerGroupSpecs"]
+    pods = [cluster["headGroupSpec"]["template"], group["template"], engine]
     for pod, own in zip(pods, (None, "podAntiAffinity", "podAffinity"), strict=True):
         assert pod["spec"]["serviceAccountName"] == "kvray"
         assert pod["spec"]["containers"][0]["env"][-1:] == env
         assert pod["spec"]["affinity"].keys() == {"nodeAffinity", own} - {None}
-
-
-def worker_template(cluster: dict[str, Any]) -> dict[str, Any]:
-    return dict(cluster["workerGroupSpecs"][0]["template"])
 
 
 def test_a_token_is_made_unless_a_secret_is_named():
@@ -497,12 +479,9 @@ def test_a_token_is_made_unless_a_secret_is_named():
     assert tokens({"auth": {"secret": "ours"}}) == []
 
 
-def test_the_notes_name_figures_and_commands():
+def test_helm_finds_no_fault_in_the_chart_and_its_notes_name_figures_and_commands():
+    assert helm.lint() == []
     notes = helm.render({})["NOTES.txt"]
     assert "72Gi of memory" in notes
     assert "kvray status" in notes
     assert notes.count("kubectl -n default ") == notes.count("kubectl")
-
-
-def test_helm_finds_no_fault_in_the_chart():
-    assert helm.lint() == []
