@@ -16,7 +16,6 @@ from tests.forks import run
 from tests.unit.cli import commands_table
 
 ROOT = Path(__file__).parents[2]
-LAUNCH = (ROOT / "docs" / "launch.md").read_text()
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 )
@@ -42,12 +41,9 @@ def test_links_between_pages_lead_to_files(page):
     assert [link for link in targets if not (page.parent / link).exists()] == []
 
 
-def test_every_command_is_on_its_page():
+def test_every_command_is_on_its_page_and_every_reason_that_doctor_knows_in_the_faq():
     page = commands_table.PAGE.read_text()
     assert page == commands_table.with_table(page), "run `python -m tests.unit.cli.commands_table`"
-
-
-def test_every_reason_that_doctor_knows_is_in_the_faq():
     page = (ROOT / "docs" / "faq.md").read_text()
     assert [reason for reason in sorted(COUNTED) if f"| `{reason}` |" not in page] == []
 
@@ -78,17 +74,13 @@ def sentences(tree: ast.AST) -> Iterator[str]:
             yield node.value
 
 
-def table() -> dict[str, str]:
-    """Return setting -> what the page says that another value takes."""
-    section = LAUNCH.partition("## What needs a restart")[2].partition("\n## ")[0]
+def test_the_page_says_of_every_setting_what_another_value_takes():
+    page = (ROOT / "docs" / "launch.md").read_text()
+    section = page.partition("## What needs a restart")[2].partition("\n## ")[0]
     found = {}
     for settings, effect in re.findall(r"^\| (`.*?) \| (.*?) \|$", section, re.MULTILINE):
         for setting in re.findall(r"`([^`]+)`", settings):
             assert setting not in found
             found[setting] = effect
-    return found
-
-
-def test_the_page_says_of_every_setting_what_is_decided():
-    assert table() == {setting: effect.value for setting, effect in EFFECTS.items()}
-    assert f"\n| all others | {Effect.RESTART.value} |\n" in LAUNCH
+    assert found == {setting: effect.value for setting, effect in EFFECTS.items()}
+    assert f"\n| all others | {Effect.RESTART.value} |\n" in section

@@ -15,10 +15,6 @@ from tests.forks import run
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "metrics.md").read_text()
-LABELS = {
-    *("node", "replica", "rank", "tier", "transport", "direction"),
-    *("reason", "outcome", "action", "namespace", "part", "partition", "le", "memory"),
-}
 
 
 def test_names_say_what_is_counted_and_counters_end_in_total():
@@ -29,7 +25,10 @@ def test_names_say_what_is_counted_and_counters_end_in_total():
 
 
 def test_labels_are_few_and_none_could_carry_a_prompt():
-    assert {label for metric in METRICS.values() for label in metric.labels} == LABELS
+    assert {label for metric in METRICS.values() for label in metric.labels} == {
+        *("node", "replica", "rank", "tier", "transport", "direction"),
+        *("reason", "outcome", "action", "namespace", "part", "partition", "le", "memory"),
+    }
 
 
 def test_the_page_has_every_metric_with_its_kind_and_labels_and_no_other():
@@ -48,11 +47,15 @@ EXPRESSIONS = [*QUERIES, *(alert["expr"] for alert in ALERT_RULES)]
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_expressions_ask_for_declared_metrics_by_labels_that_they_have(expression):
+def test_expressions_ask_for_declared_metrics_by_their_labels_and_how_fast_counters_grow(
+    expression,
+):
     asked = re.findall(r"ray_(kvray_\w+)(?:\{([^}]*)\})?", expression)
     assert asked
     for name, chosen in asked:
         assert set(re.findall(r"(\w+)=", chosen)) <= {*METRICS[name].labels, TIER_LABEL}
+    for name in re.findall(r"(?<!rate\()(?<!increase\()ray_(kvray_\w+)", expression):
+        assert METRICS[name].kind == "gauge"
 
 
 def test_one_tier_of_several_can_be_looked_at():
@@ -63,18 +66,6 @@ def test_one_tier_of_several_can_be_looked_at():
         grouped = re.findall(r"(?:sum|max) by \((\w+)", alert["expr"])
         assert set(grouped) == {"cluster_name"}, alert["alert"]
         assert len(grouped) == alert["expr"].count("ray_kvray_"), alert["alert"]
-
-
-@pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_counters_are_asked_for_how_fast_they_grow(expression):
-    for name in re.findall(r"(?<!rate\()(?<!increase\()ray_(kvray_\w+)", expression):
-        assert METRICS[name].kind == "gauge"
-
-
-def test_lines_of_a_panel_have_letters_of_their_own():
-    for panel in PANELS:
-        letters = [target["refId"] for target in panel.get("targets", [])]
-        assert len(set(letters)) == len(letters), panel["title"]
 
 
 def test_every_metric_that_engines_report_is_shown():
@@ -88,8 +79,11 @@ def test_every_metric_that_engines_report_is_shown():
     assert hidden == {f"kvray_{name}" for name in few}
 
 
-def test_panels_have_ids_of_their_own_and_do_not_overlap():
+def test_panels_have_ids_of_their_own_as_their_lines_have_letters_and_do_not_overlap():
     assert len({panel["id"] for panel in PANELS}) == len(PANELS)
+    for panel in PANELS:
+        letters = [target["refId"] for target in panel.get("targets", [])]
+        assert len(set(letters)) == len(letters), panel["title"]
     places = [panel["gridPos"] for panel in PANELS]
     for one, other in itertools.combinations(places, 2):
         is_beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]

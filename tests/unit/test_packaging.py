@@ -20,6 +20,7 @@ from kvray import errors
 from tests.forks import run
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "kvray"
 
 DEPENDENCIES = {
     *("msgpack", "numpy", "psutil", "pydantic", "pydantic_settings", "ray", "rich", "typer"),
@@ -54,37 +55,21 @@ def build(source: Path, target: Path, what: str) -> Path:
     return built
 
 
-@pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The names in a wheel that was built from an sdist that was built from this checkout."""
-    scratch = tmp_path_factory.mktemp("build")
+def test_wheel_from_the_sdist_holds_every_file_of_the_package_the_licences_and_no_other(tmp_path):
     for name in ("sdist", "unpacked", "wheel"):
-        (scratch / name).mkdir()
-    sdist = build(ROOT, scratch / "sdist", "sdist")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(scratch / "unpacked", filter="data")
-    (source,) = (scratch / "unpacked").iterdir()
+        (tmp_path / name).mkdir()
+    with tarfile.open(build(ROOT, tmp_path / "sdist", "sdist")) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (source,) = (tmp_path / "unpacked").iterdir()
     assert (source / ".ci" / "venv.py").exists(), "`make demo` begins with it"
-    with zipfile.ZipFile(build(source, scratch / "wheel", "wheel")) as wheel:
-        return wheel.namelist()
-
-
-def test_wheel_from_the_sdist_holds_every_file_of_the_package(wheel_names):
-    package = ROOT / "kvray"
-    files = [path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    with zipfile.ZipFile(build(source, tmp_path / "wheel", "wheel")) as wheel:
+        names = wheel.namelist()
+    files = [one for one in PACKAGE.rglob("*") if one.is_file() and one.suffix != ".pyc"]
     expected = {path.relative_to(ROOT).as_posix() for path in files}
     assert "kvray/py.typed" in expected
-    assert expected == {name for name in wheel_names if name.startswith("kvray/")}
-
-
-def test_wheel_puts_nothing_but_kvray_at_the_top(wheel_names):
-    tops = {name.partition("/")[0] for name in wheel_names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"kvray"}
-
-
-@pytest.mark.parametrize("name", ["LICENSE", "kvray/cli/page/static/uPlot.LICENSE"])
-def test_wheel_holds_the_licences(wheel_names, name):
-    assert any(one.endswith(f".dist-info/licenses/{name}") for one in wheel_names)
+    assert expected == {name for name in names if ".dist-info/" not in name}
+    for name in ("LICENSE", "kvray/cli/page/static/uPlot.LICENSE"):
+        assert any(one.endswith(f".dist-info/licenses/{name}") for one in names)
 
 
 @pytest.mark.parametrize("name", ["actors", "connector"])
@@ -98,12 +83,16 @@ def test_import_kvray_needs_no_other_package():
     assert {"Client", "TensorCache"} <= set(printed.split())
 
 
+NO_TORCH = "There is no torch here; run `pip install 'kvray[engine]'`."
 WALK = """
-import importlib, pkgutil
-for name in ("actors", "cli", "client", "index", "node", "store", "transport"):
-    package = importlib.import_module(f"kvray.{name}")
-    for module in pkgutil.walk_packages(getattr(package, "__path__", []), f"kvray.{name}."):
-        importlib.import_module(module.name)
+import importlib, pkgutil, sys
+for name in {names!r}:
+    package = importlib.import_module(f"kvray.{{name}}")
+    for module in pkgutil.walk_packages(getattr(package, "__path__", []), f"kvray.{{name}}."):
+        if not module.name.endswith(".__main__"):
+            importlib.import_module(module.name)
+"""
+TRY = """
 from kvray.errors import ConfigError
 for name in ("tensor_cache", "connector"):
     try:
@@ -114,27 +103,23 @@ for name in ("tensor_cache", "connector"):
 
 
 def test_a_tier_needs_no_torch_and_what_does_says_what_to_install():
-    said = run_python(BLOCKED.format(blocked={"torch"}, code=WALK)).splitlines()
-    assert said == ["There is no torch here; run `pip install 'kvray[engine]'`."] * 2
-
-
-def test_a_bench_that_needs_torch_says_what_to_install():
+    names = ("actors", "cli", "client", "index", "node", "store", "transport")
+    code = WALK.format(names=names) + TRY
+    said = run_python(BLOCKED.format(blocked={"torch"}, code=code)).splitlines()
+    assert said == [NO_TORCH] * 2
     code = BLOCKED.format(blocked={"torch"}, code="import kvray.cli; kvray.cli.main()")
     done = run(sys.executable, "-c", code, "bench", "gpu", cwd=ROOT)
-    assert done.returncode == 2
-    assert done.stderr == "kvray: There is no torch here; run `pip install 'kvray[engine]'`.\n"
+    assert (done.returncode, done.stderr) == (2, f"kvray: {NO_TORCH}\n")
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The sdist and the wheel of this checkout, which pass twine."""
     target = tmp_path_factory.mktemp("published")
-    return [str(build(ROOT, target, what)) for what in ("sdist", "wheel")]
-
-
-@pytest.mark.long
-def test_what_is_published_passes_twine(published, tmp_path):
-    done = run(sys.executable, "-m", "twine", "check", "--strict", *published, cwd=tmp_path)
+    built = [str(build(ROOT, target, what)) for what in ("sdist", "wheel")]
+    done = run(sys.executable, "-m", "twine", "check", "--strict", *built, cwd=target)
     assert done.returncode == 0, done.stdout + done.stderr
+    return built
 
 
 @pytest.fixture
@@ -184,27 +169,12 @@ def test_unknown_name_of_kvray_is_an_attribute_error():
         _ = kvray.Klient
 
 
-MODULES = sorted((ROOT / "kvray").rglob("*.py"))
-
-
-def test_no_folder_has_more_than_25_modules():
-    counts = Counter(one.parent for one in MODULES)
+def test_no_folder_has_more_than_25_modules_and_no_module_more_than_600_lines():
+    modules = sorted(PACKAGE.rglob("*.py"))
+    counts = Counter(one.parent for one in modules)
     assert {str(folder): count for folder, count in counts.items() if count > 25} == {}
-
-
-def test_no_module_has_more_than_600_lines():
-    lengths = {one: one.read_text().count("\n") for one in MODULES}
+    lengths = {one: one.read_text().count("\n") for one in modules}
     assert {str(one): length for one, length in lengths.items() if length > 600} == {}
-
-
-CODE = """
-import importlib, pkgutil, sys
-package = importlib.import_module({name!r})
-for module in pkgutil.walk_packages(getattr(package, "__path__", []), {name!r} + "."):
-    if not module.name.endswith(".__main__"):
-        importlib.import_module(module.name)
-print(*(name for name in sys.modules if name.partition(".")[0] == "ray"))
-"""
 
 
 @pytest.mark.parametrize(
@@ -214,7 +184,8 @@ print(*(name for name in sys.modules if name.partition(".")[0] == "ray"))
 )
 def test_engine_wing_never_imports_ray(name):
     # Its own process: here another test may have imported ray.
-    assert run_python(CODE.format(name=f"kvray.{name}")) == ""
+    loaded = 'print(*(name for name in sys.modules if name.partition(".")[0] == "ray"))'
+    assert run_python(WALK.format(names=[name]) + loaded) == ""
 
 
 @pytest.mark.parametrize("cls", [cls for _, cls in inspect.getmembers(errors, inspect.isclass)])

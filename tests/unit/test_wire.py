@@ -44,12 +44,9 @@ def test_what_no_frame_can_carry_is_refused(value):
         wire.encode({"value": value})
 
 
-def test_a_message_longer_than_a_frame_is_refused_by_its_sender():
+def test_a_frame_that_is_too_long_is_refused_by_its_sender_and_before_it_is_read():
     with pytest.raises(errors.TransferError, match="send fewer keys"):
         wire.encode({"keys": bytes(wire.FRAME_MAX)})
-
-
-def test_a_frame_that_is_too_long_is_refused_before_it_is_read():
     assert wire.body_length(struct.pack("<I", wire.FRAME_MAX)) == wire.FRAME_MAX
     with pytest.raises(errors.TransferError, match="it does not speak kvray's protocol"):
         wire.body_length(struct.pack("<I", wire.FRAME_MAX + 1))
@@ -72,7 +69,8 @@ def test_garbage_never_raises_anything_else(body):
 
 
 @pytest.mark.parametrize("kind", [errors.LayoutMismatch, errors.ConfigError, errors.KVRayError])
-def test_an_error_crosses_with_its_class_and_sentence(kind):
+def test_an_error_crosses_with_its_class_and_sentence_and_a_good_reply_raises_nothing(kind):
+    wire.raise_for({"ok": True})
     reply = wire.decode(body_of(wire.encode(wire.error_reply(kind("Why, and the fix.")))))
     with pytest.raises(kind, match=r"^Why, and the fix\.$") as raised:
         wire.raise_for(reply)
@@ -84,10 +82,6 @@ def test_an_error_of_unknown_class_is_raised_as_the_base_class(name):
     with pytest.raises(errors.KVRayError) as raised:
         wire.raise_for({"ok": False, "error": name, "message": "m"})
     assert raised.type is errors.KVRayError
-
-
-def test_a_good_reply_raises_nothing():
-    wire.raise_for({"ok": True})
 
 
 @pytest.mark.parametrize(
