@@ -200,19 +200,10 @@ def test_a_value_in_the_place_of_a_section_is_refused_with_overrides_too():
     check_refused("must be a section with keys, not 5", overrides={"arena.slab": "1MiB"})
 
 
-def test_a_pipe_is_not_waited_for():
-    os.mkfifo("kvray.yaml")
-    check_refused("kvray.yaml is a pipe", "name a file")
-
-
-def test_a_directory_is_refused_for_a_file():
+def test_what_is_no_file_of_text_is_refused_and_a_pipe_not_waited_for():
+    os.mkfifo("pipe.yaml")
+    check_refused("pipe.yaml is a pipe", "name a file", path="pipe.yaml")
     check_refused("is a directory", "name the file in it", path=".")
-
-
-def test_a_file_that_is_no_text_is_refused():
+    check_refused("has more than 1048576 bytes", path="/dev/zero")
     Path("kvray.yaml").write_bytes(b"cluster_name: caf\xe9\n")
     check_refused("is no UTF-8 text (byte 17 is 0xe9)", "save it as UTF-8")
-
-
-def test_a_file_without_an_end_is_refused():
-    check_refused("has more than 1048576 bytes", path="/dev/zero")

@@ -3,6 +3,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -161,14 +162,11 @@ def test_a_file_without_settings_means_the_defaults_as_no_source_does(write_yaml
 # Keys and values.
 
 
-def test_a_configuration_cannot_be_changed_after_it_was_read():
-    with pytest.raises(ValueError, match="frozen"):
-        load().arena.capacity = 1
-
-
-def test_the_files_of_a_node_lie_under_the_name_of_the_cluster():
+def test_a_configuration_cannot_be_changed_and_files_lie_under_the_name_of_the_cluster():
     given = load(overrides={"cluster_name": "blue", "arena.dir": "/mnt/huge"})
     assert given.node_dir == Path("/mnt/huge/kvray-blue")
+    with pytest.raises(ValueError, match="frozen"):
+        given.arena.capacity = 1
 
 
 # Sizes.
@@ -246,13 +244,8 @@ def test_the_cache_lies_where_the_desktop_standard_says_or_in_the_home_directory
     assert cache_dir({"XDG_CACHE_HOME": "/var/cache"}) == Path("/var/cache/kvray")
     monkeypatch.setenv("HOME", "/home/ada")
     assert cache_dir({}) == Path("/home/ada/.cache/kvray")
-
-
-def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
-    def refuse() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", refuse)
+    unknown = Mock(side_effect=RuntimeError("Could not determine home directory."))
+    monkeypatch.setattr(Path, "home", unknown)
     with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
         cache_dir({})
 
