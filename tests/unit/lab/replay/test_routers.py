@@ -235,15 +235,6 @@ def test_affinity_stays_with_the_longest_match_unless_queues_differ_or_it_is_les
     assert affinity.route(request(1, 0, *range(10, 20)), [0, 0, 0], 0.0) != first
 
 
-def test_kvray_stays_with_a_prefix_until_its_queue_costs_more():
-    kvray = router("kvray")
-    first = kvray.route(request(0, *range(10)), [0, 0, 0], 0.0)
-    assert kvray.route(request(1, *range(50, 60)), [0, 0, 0], 0.1) != first
-    kvray.done(0, first, 1.0)
-    assert kvray.route(request(2, *range(11)), [0, 0, 0], 1.0) == first
-    assert kvray.route(request(3, *range(100, 190)), [0, 0, 0], 1.0) != first
-
-
 def test_ingresses_that_choose_together_route_as_one_and_others_worse():
     trace = random_trace(400, shared_blocks=4, own_blocks=6, load=0.7)
 
