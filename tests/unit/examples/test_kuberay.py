@@ -112,17 +112,13 @@ def size(quantity: str) -> int:
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_kubernetes_own_schemas_take_every_object_and_pod(name):
+def test_the_schemas_of_kubernetes_and_kuberay_take_every_object_and_pod(name):
     objects = [one for one in manifests(name) if one["kind"] != "RayCluster"]
     for template in templates(name).values():
         metadata = {"name": "pod", **template.get("metadata", {})}
         objects.append({**POD, "metadata": metadata, "spec": template["spec"]})
     for one in objects:
         kubernetes_validate.validate(one, KUBERNETES, strict=True)
-
-
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_kuberays_schema_takes_a_ray_cluster(name):
     jsonschema.validate(one_of(name, "RayCluster"), RAY_CLUSTER)
     group = worker_group(name)
     assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
