@@ -325,12 +325,13 @@ def test_tokens_are_read_from_a_file_or_stdin(text, tmp_path, monkeypatch):
         assert read_tokens(path) == [1, 15043, 29871]
 
 
-@pytest.mark.parametrize("text", [None, "", "Hello", '["1"]', "[true]", '{"tokens": [1]}'])
-def test_what_are_no_tokens_is_refused(text, tmp_path):
-    if text is not None:
-        (tmp_path / "prompt.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"prompt\.json (must have token ids|cannot be read)"):
+def test_what_are_no_tokens_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"prompt\.json cannot be read"):
         read_tokens(tmp_path / "prompt.json")
+    for text in ("", "Hello", '["1"]', "[true]", '{"tokens": [1]}'):
+        (tmp_path / "prompt.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"prompt\.json must have token ids"):
+            read_tokens(tmp_path / "prompt.json")
 
 
 def test_an_arena_that_a_shard_of_another_ray_owns_is_left_and_named(run_kvray, parent):

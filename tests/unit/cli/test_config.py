@@ -67,9 +67,11 @@ def test_every_value_says_where_it_comes_from(run):
     assert found["nvme.dir"] == (None, "default", None)
 
 
-def test_every_setting_is_shown(run):
+def test_every_setting_is_shown_and_the_schema_as_it_is(run):
     names = set(origins(run("config", "show", "--json")))
-    properties = json.loads(json_schema())["$defs"]["ConnectorConfig"]["properties"]
+    schema = run("config", "schema").stdout
+    assert schema == json_schema()
+    properties = json.loads(schema)["$defs"]["ConnectorConfig"]["properties"]
     assert {f"connector.{name}" for name in properties} <= names
     assert "nodes" in names
 
@@ -94,10 +96,6 @@ def test_the_table_shows_sizes_with_units_and_only_what_was_set_if_asked_for(run
     rows = map(str.split, run("config", "show", "--changed", text=told).stdout.splitlines())
     assert [one for one in rows if len(one) == 3][1:] == [row]
     assert "has its default" in run("config", "show", "--changed", text="").stdout
-
-
-def test_the_schema_is_printed_as_it_is(run):
-    assert run("config", "schema").stdout == json_schema()
 
 
 def test_a_label_without_key_or_value_is_refused(run):
@@ -137,13 +135,10 @@ def test_output_is_what_stdout_would_show(run):
     assert Path("connector.yaml").read_text() == shown.stdout
 
 
-def test_a_path_that_no_yaml_can_have_is_refused_and_nothing_written(run, tmp_path):
+def test_a_path_that_no_yaml_can_have_or_that_cannot_be_written_is_refused(run, tmp_path):
+    done = run("connector-config", "-o", "none/connector.yaml")
+    assert_refused(done, tmp_path, "cannot be written")
     name = os.fsdecode(b"caf\xe9.yaml")
     (tmp_path / name).write_text("cluster_name: prod\n")
     done = run("connector-config", "-c", name, "-o", "connector.yaml")
     assert_refused(done, tmp_path, "UTF-8", kept={name})
-
-
-def test_output_that_cannot_be_written_is_refused(run, tmp_path):
-    done = run("connector-config", "-o", "none/connector.yaml")
-    assert_refused(done, tmp_path, "cannot be written")

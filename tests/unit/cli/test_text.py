@@ -231,11 +231,6 @@ def test_a_slow_node_is_named(rates, slow):
     assert all("3.8 MiB/s at most, others at 1,907 MiB/s" in one for one in said)
 
 
-def test_a_tier_of_one_node_has_no_ways():
-    alone = {"shard": "kvray-shard-a", "state": "serving"}
-    assert node_links({"shards": [alone], "movers": []}) == []
-
-
 def shard_of(name: str, rank: str, hit: int) -> dict[str, Any]:
     return {
         "shard": name,
