@@ -31,7 +31,7 @@ from kvray.actors.mover.orders import (
 from kvray.actors.mover.peer_links import PeerLinks, RemoteMovers, is_link_error
 from kvray.actors.mover.source import FIRST_BYTES, Pace, Piece, Source
 from kvray.config import StagingConfig
-from kvray.errors import KVRayError, ShardUnavailable, TransferTimeout, TransportUnavailable
+from kvray.errors import CapacityError, KVRayError, TransferTimeout, TransportUnavailable
 from kvray.identity.block import KEY_BYTES, BlockKey, split_keys
 from kvray.store import Arena, Reservation
 from kvray.store.arena import payload
@@ -248,7 +248,7 @@ class Fetches:
             )
             if made is None:
                 self._abort(pieces)
-                raise ShardUnavailable("The arena of this node is busy or retired.")
+                raise CapacityError("The arena of this node is busy or retired.")
             if len(made.slots):
                 rows = made.rows + first
                 blocks = (rows + start).astype("<u4")
@@ -348,7 +348,7 @@ class Fetches:
         good = piece.reservation.only(valid)
         if not self._arena.commit(good, piece.checksums[valid]):
             self._give_back(piece.reservation)
-            raise ShardUnavailable("The arena of this node stays locked; blocks were given up.")
+            raise CapacityError("The arena of this node stays locked; blocks were given up.")
         if not valid.all():
             bad = piece.reservation.only(~valid)
             tables = self._arena.tables
@@ -417,12 +417,15 @@ class _BytesInFlight:
     def enter(self, num_bytes: int, deadline: float) -> None:
         """Add bytes as soon as there is room; a piece alone always has it.
 
-        TransferTimeout: there was no room before the deadline.
+        CapacityError: there was no room before the deadline. No source is to blame for that.
         """
-        _left(deadline, 0.0)
         with self._changed:
-            while self._bytes and self._bytes + num_bytes > self._bytes_max:
-                self._changed.wait(_left(deadline, 1.0))
+            has_room = self._changed.wait_for(
+                lambda: not self._bytes or self._bytes + num_bytes <= self._bytes_max,
+                deadline - time.monotonic(),
+            )
+            if not has_room or time.monotonic() >= deadline:
+                raise CapacityError("This node had no time or room left for more blocks.")
             self._bytes += num_bytes
 
     def leave(self, num_bytes: int) -> None:

@@ -137,9 +137,10 @@ class Mover:
         order: FetchOrder = unpacked(*packed_order)
         deadline = time.monotonic() + order.deadline_s
         try:
-            attached = self._require()
+            # What is wrong here is no fault of a source, which the shard would leave alone for it.
+            attached = self._require(CapacityError)
             if not self._turns.acquire(timeout=order.deadline_s):
-                raise ShardUnavailable(
+                raise CapacityError(
                     f"{self.name} has {self._settings.fetches_max} fetches under way; raise"
                     " staging.fetches_max."
                 )

@@ -342,8 +342,25 @@ def test_ends_without_a_common_transport_say_so(make_node, target, monkeypatch):
 def test_order_whose_time_is_up_is_refused(target, keys):
     report = target.fetch(span("a", keys), deadline_s=0.0)
     assert report.here == (0,)
-    assert report.sources["a"].error in ("TransferTimeout", "ShardUnavailable")
+    assert report.sources["a"].error == "CapacityError"
     assert target.num_reserved == 0
+
+
+@pytest.mark.parametrize("lacks", ["turns", "room", "time", "lock"])
+def test_what_this_node_lacks_is_held_against_no_source(target, keys, lacks, monkeypatch):
+    mover, fetches, deadline_s = target.mover, target.mover._attached.fetches, 0.3
+    if lacks == "turns":
+        monkeypatch.setattr(mover, "_turns", threading.BoundedSemaphore(1))
+        mover._turns.acquire()
+    elif lacks == "room":
+        fetches._in_flight["nixl"].enter(SETTINGS.bytes_in_flight, float("inf"))
+    elif lacks == "time":
+        deadline_s = 0.0
+    else:
+        monkeypatch.setattr(target.mover._attached.arena, "reserve", lambda *_, **__: None)
+        deadline_s = 10.0
+    report = target.fetch(span("a", keys, **EXPECTED), deadline_s=deadline_s)
+    assert (report.here, report.sources["a"].error) == ((0,), "CapacityError")
 
 
 def test_mover_waits_for_an_arena(directory):
@@ -351,7 +368,7 @@ def test_mover_waits_for_an_arena(directory):
     mover.start()
     report = mover.fetch(FetchOrder(spans=(span("a", chain(2)),), deadline_s=1.0))
     assert report.here == (0,)
-    assert report.sources["a"].error == "ShardUnavailable"
+    assert report.sources["a"].error == "CapacityError", "no source is to blame"
     assert mover.status()["state"] == "waiting"
     mover.stop()
     mover.stop()
@@ -368,7 +385,7 @@ def test_mover_that_was_stopped_holds_nothing(source, target, keys):
     source.mover.stop()
     source.mover.stop()
     assert source.num_leases == 0
-    assert source.fetch(span("b", keys)).sources["b"].error == "ShardUnavailable"
+    assert source.fetch(span("b", keys)).sources["b"].error == "CapacityError"
 
 
 # -- the source's side --------------------------------------------------------------------------
