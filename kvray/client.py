@@ -1,6 +1,9 @@
 """The Python API over Ray, for command lines, ingresses and users; engines never use it."""
 
+import os
+import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +16,15 @@ from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.ray_glue.calls import ask_all, call, get_actor, tier_named
 from kvray.actors.tier import connection, tier
 from kvray.config import KVRayConfig, load_config
-from kvray.errors import ConfigError, KVRayError
+from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.identity.block import KEY_BYTES, BlockKey
 from kvray.identity.keys import MediaItem, Tokens, pack_tokens
 from kvray.index import Match
 from kvray.trace.arrival import Source
 from kvray.trace.spans import span, traceparent
+
+_CONNECTING = threading.Lock()
+"""A process has one connection to Ray, whichever thread makes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +59,11 @@ class Client:
         self._config = config
         self.cluster_name = config.cluster_name
         self._timeout_s = config.ray.timeout_s
-        self._owns_connection = not ray.is_initialized()
-        if self._owns_connection:
-            connection.connect_configured(config)
+        self._pid = os.getpid()
+        with _CONNECTING:
+            self._owns_connection = not ray.is_initialized()
+            if self._owns_connection:
+                connection.connect_configured(config)
 
     def status(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Return what shards and lookup say of themselves.
@@ -66,7 +74,7 @@ class Client:
         Raises:
             ShardUnavailable: no tier runs there.
         """
-        with tier_named(self.cluster_name):
+        with self._tier():
             return tier.status(timeout_s=self._timeout_s if timeout_s is None else timeout_s)
 
     def hosts(self) -> dict[str, dict[str, str]]:
@@ -75,7 +83,7 @@ class Client:
         Raises:
             ShardUnavailable: no tier runs there.
         """
-        with tier_named(self.cluster_name):
+        with self._tier():
             return tier.hosts(timeout_s=self._timeout_s)
 
     def sizing(self, *, now: bool = False) -> dict[str, Any]:
@@ -90,7 +98,7 @@ class Client:
         Raises:
             ShardUnavailable: no tier runs there.
         """
-        with tier_named(self.cluster_name):
+        with self._tier():
             return tier.sizing(timeout_s=self._timeout_s, now=now)
 
     def match(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> Match:
@@ -110,7 +118,7 @@ class Client:
                     f"A key is {KEY_BYTES} bytes, as chain_keys makes them, not {key!r:.40}."
                 )
         pieces = in_pieces(b"".join(keys))
-        with tier_named(self.cluster_name):
+        with self._tier():
             lookup = get_actor(lookup_name(self._partition_of(keys)))
             match: Match = call(lookup.match, num_parts, *pieces, timeout_s=self._timeout_s)
         return match
@@ -148,7 +156,7 @@ class Client:
         """
         packed = pack_tokens(tokens).tobytes()
         prompt = replica, packed, salt, lora, [(item.position, item.digest) for item in media]
-        with tier_named(self.cluster_name), span("prefetch", {"kvray.replica": replica}) as made:
+        with self._tier(), span("prefetch", {"kvray.replica": replica}) as made:
             lookup = get_actor(LOOKUP_NAME)
             shards = set(call(lookup.replica, replica, timeout_s=self._timeout_s).values())
             if not shards:
@@ -197,7 +205,7 @@ class Client:
             ShardUnavailable: the lookup, a shard or a rank did not answer. Some of the ranks may go
                 by the version; call again.
         """
-        with tier_named(self.cluster_name):
+        with self._tier():
             return tier.set_weights_version(
                 replica, version, config=self._config, timeout_s=self._timeout_s
             )
@@ -217,7 +225,7 @@ class Client:
             ConfigError: no such request is known.
             ShardUnavailable: no tier runs there.
         """
-        with tier_named(self.cluster_name):
+        with self._tier():
             return explain.explain_requests(
                 replica=replica, request=request_id, last=last, timeout_s=self._timeout_s
             )
@@ -243,7 +251,7 @@ class Client:
             ShardUnavailable: no tier runs there, or a shard did not answer.
         """
         packed = pack_tokens(tokens).tobytes()
-        with tier_named(self.cluster_name):
+        with self._tier():
             return explain.explain_prompt(
                 packed, replica=replica, salt=salt, lora=lora, timeout_s=self._timeout_s
             )
@@ -259,7 +267,7 @@ class Client:
             ConfigError: `namespace` is no such name.
             ShardUnavailable: no tier runs there.
         """
-        with tier_named(self.cluster_name):
+        with self._tier():
             return tier.contents(namespace, hottest, timeout_s=self._timeout_s)
 
     def clear(self) -> int:
@@ -269,7 +277,7 @@ class Client:
             ConfigError: the tier asks for a token that the configuration does not name.
             ShardUnavailable: no tier runs there, or a shard did not answer.
         """
-        with tier_named(self.cluster_name):
+        with self._tier():
             return tier.clear(timeout_s=self._timeout_s, config=self._config)
 
     def drain(self, node: str, *, seconds: float | None = None) -> str:
@@ -287,19 +295,33 @@ class Client:
                 configuration does not name.
             ShardUnavailable: no tier runs there, or the shard did not answer.
         """
-        with tier_named(self.cluster_name):
+        with self._tier():
             return tier.drain(node, seconds, config=self._config, timeout_s=self._timeout_s)
 
     def call_off_drain(self, node: str) -> str:
         """Have a node stay that `drain` was to take; arguments and errors as there."""
-        with tier_named(self.cluster_name):
+        with self._tier():
             return tier.call_off_drain(node, config=self._config, timeout_s=self._timeout_s)
 
     def close(self) -> None:
         """End the Ray connection if this client made it. Twice is fine."""
-        if self._owns_connection and ray.is_initialized():
-            connection.disconnect()
-        self._owns_connection = False
+        with _CONNECTING:
+            if self._owns_connection and ray.is_initialized() and os.getpid() == self._pid:
+                connection.disconnect()
+            self._owns_connection = False
+
+    def _tier(self) -> AbstractContextManager[None]:
+        """Mean this tier in a block; ShardUnavailable: there is no connection to Ray.
+
+        Ray would start a cluster of its own without one, and a parent's answers no fork.
+        """
+        if os.getpid() != self._pid or not ray.is_initialized():
+            raise ShardUnavailable(
+                "This client has no connection to Ray: it was closed, or Ray was shut down, or this"
+                " process is a fork of the one that made it; make a Client in this process, and"
+                " start processes by spawn."
+            )
+        return tier_named(self.cluster_name)
 
     def __enter__(self) -> "Client":
         return self
