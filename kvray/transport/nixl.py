@@ -91,6 +91,7 @@ class NixlTransport:
         self._nixl = bindings()
         self._memory = memory
         self._lock = threading.Lock()
+        self._renewing = threading.Lock()
         self._closed = False
         self._incarnation = 0
         self._inbound: _Agent | None = _Agent(self._nixl, memory, has_thread=True)
@@ -126,7 +127,7 @@ class NixlTransport:
 
     def renew(self) -> None:
         """Replace the inbound agent."""
-        with self._lock:
+        with self._renewing:  # not `_lock`: to register much memory takes long, and pushes go on
             self._inbound = None  # which destroys it: there is no other reference
             self._incarnation += 1
             if not self._closed:
@@ -142,7 +143,7 @@ class NixlTransport:
 
     def close(self) -> None:
         """End both ends. Twice is fine."""
-        with self._lock:
+        with self._renewing, self._lock:
             self._closed = True
             self._inbound = self._outbound = None
             self._memory = self._memory[:0]

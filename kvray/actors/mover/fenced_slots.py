@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from kvray.errors import CapacityError, LeaseExpired, TransportUnavailable
 from kvray.store import Arena, Reservation
@@ -11,6 +11,9 @@ from kvray.transport import Transport
 
 PATIENCE_S = 2.0
 """Recreating the endpoint ends running transfers, so it waits this long for them."""
+_RENEWAL_S = 0.1
+"""How long a fetch waits for a renewal. To register a large arena again may take a minute, in which
+blocks come by another transport, or not at all."""
 _NOTHING_SENT = (CapacityError, LeaseExpired, TransportUnavailable)
 """Errors of a source that has not begun to send."""
 
@@ -26,8 +29,8 @@ class FencedSlots:
     def __init__(self, arena: Arena, transport: Transport) -> None:
         self._arena = arena
         self._transport = transport
-        self._lock = threading.Lock()
-        self._renewing = threading.Lock()
+        self._lock = threading.Condition()
+        self._is_renewing = False
         self.incarnation = 0
         """How often the transport's end was renewed."""
         self._num_transfers = 0
@@ -45,7 +48,11 @@ class FencedSlots:
 
     def target(self) -> tuple[int, bytes]:
         """Return incarnation and address to send to; TransportUnavailable if there is none now."""
-        with self._renewing, self._lock:
+        with self._lock:
+            if not self._lock.wait_for(lambda: not self._is_renewing, _RENEWAL_S):
+                raise TransportUnavailable(
+                    f"The transport {self._transport.name} is being renewed."
+                )
             return self.incarnation, self._transport.address
 
     @contextmanager
@@ -55,8 +62,8 @@ class FencedSlots:
         Slots are aborted if the source says that it sent nothing. `incarnation` is the one whose
         address the source has; once it has ended, this raises TransportUnavailable.
         """
-        with self._renewing, self._lock:
-            is_current = incarnation == self.incarnation
+        with self._lock:
+            is_current = incarnation == self.incarnation and not self._is_renewing
             self._num_transfers += is_current
         if not is_current:
             self.give_back(*reservations)
@@ -103,19 +110,21 @@ class FencedSlots:
         with self._lock:
             late, self._late = self._late, []
         self.give_back(*late)
-        with self._renewing:
-            with self._lock:
-                if not self._fenced:
-                    return
-                waited_s = time.monotonic() - self._fenced[0][1]
-                if self._num_transfers and waited_s < PATIENCE_S:
-                    return
-            try:
-                self._transport.renew()
-            except TransportUnavailable:
-                return  # the old end may not be gone either; the next sweep tries again
-            with self._lock:
+        with self._lock:
+            if not self._fenced:
+                return
+            waited_s = time.monotonic() - self._fenced[0][1]
+            if self._num_transfers and waited_s < PATIENCE_S:
+                return
+            self._is_renewing = True
+        freed = []
+        with suppress(TransportUnavailable):  # the old end may not be gone: the next sweep tries
+            self._transport.renew()
+            freed = self._fenced
+        with self._lock:
+            if freed:
                 self.incarnation += 1
-                self._num_transfers = 0
-                freed, self._fenced = self._fenced, []
+                self._num_transfers, self._fenced = 0, []
+            self._is_renewing = False
+            self._lock.notify_all()
         self.give_back(*(one for one, _ in freed))

@@ -18,11 +18,13 @@ from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import READY
+from kvray.transport import nixl
 from tests.examples import examples
 from tests.unit.actors.small_mover import SETTINGS, MakeNode, Movers, Node, is_right, span
 from tests.unit.store.small_arena import SLOT, chain, num_here, store
 from tests.waiting import wait_for
 
+ROOT = {"parent": None, "depth": 0, "part": 0, "block_bytes": SLOT}
 EXPECTED = {"block_bytes": SLOT}
 """Of a span whose blocks are as the tests store them."""
 
@@ -170,7 +172,7 @@ def test_what_is_here_is_not_fetched_again(source, target, keys):
 
 
 def test_block_that_somebody_else_is_writing_does_not_count(source, target, keys):
-    made = target.arena.reserve(keys[:3], parent=None, depth=0, part=0, block_bytes=SLOT)
+    made = target.arena.reserve(keys[:3], **ROOT)
     report = target.fetch(span("a", keys))
     assert report.here == (0,)
     assert report.sources["a"].num_blocks == 7
@@ -361,6 +363,34 @@ def test_what_this_node_lacks_is_held_against_no_source(target, keys, lacks, mon
         deadline_s = 10.0
     report = target.fetch(span("a", keys, **EXPECTED), deadline_s=deadline_s)
     assert (report.here, report.sources["a"].error) == ((0,), "CapacityError")
+
+
+def test_while_an_end_is_renewed_fetches_end_in_time_and_others_are_sent_to(
+    source, target, keys, monkeypatch
+):
+    theirs, may_go_on = chain(5, seed="theirs"), threading.Event()
+    store(target.arena, theirs)
+    make_agent = nixl._Agent
+
+    def slow(*args: Any, **options: Any) -> Any:  # as where much memory is registered
+        assert may_go_on.wait(60)
+        return make_agent(*args, **options)
+
+    assert source.fetch(span("b", theirs[:1])).here == (1,)  # the links are there
+    monkeypatch.setattr(nixl, "_Agent", slow)
+    fenced = target.mover._attached.fenced["nixl"]
+    fenced.add(target.arena.reserve(chain(1, seed="doubt"), **ROOT), fenced.incarnation)
+    wait_for(lambda: target.mover._attached.transports["nixl"]._inbound is None)
+    try:
+        began = time.monotonic()
+        report = target.fetch(span("a", keys), deadline_s=0.5)
+        assert time.monotonic() - began < 10
+        assert (report.here, report.sources["a"].error) == ((0,), "TransportUnavailable")
+        assert source.fetch(span("b", theirs)).here == (5,)
+    finally:
+        may_go_on.set()
+    wait_for(lambda: target.num_reserved == 0)
+    wait_for(lambda: target.fetch(span("a", keys)).here == (10,))
 
 
 def test_mover_waits_for_an_arena(directory):
