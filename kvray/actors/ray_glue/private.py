@@ -83,6 +83,8 @@ def available_resources(node_id: str) -> Mapping[str, float] | None:
 def draining_nodes() -> dict[str, float | None]:
     """Return the nodes that Ray wants to go, by id, and the seconds that they have; None: any.
 
+    Ray ends no node at its deadline, which another machine's clock has set: one that lives on after
+    it has any time.
     Ray tells actors nothing of it, and its public calls do not either. Without it a node that the
     autoscaler or its cloud takes away goes with its blocks, and `kvray drain` still works.
     """
@@ -92,11 +94,8 @@ def draining_nodes() -> dict[str, float | None]:
         found: Mapping[str, int] = state.get_draining_nodes()
     except (ImportError, AttributeError):
         return {}
-    now_ms = 1000 * time.time()
-    return {
-        node: max(0.0, (deadline_ms - now_ms) / 1000) if deadline_ms else None
-        for node, deadline_ms in found.items()
-    }
+    left_s = {node: deadline_ms / 1000 - time.time() for node, deadline_ms in found.items()}
+    return {node: seconds if seconds > 0 else None for node, seconds in left_s.items()}
 
 
 def unused_nodes() -> frozenset[str]:
