@@ -29,7 +29,6 @@ class LookupActor:
 
     def __init__(self, cluster_name: str, silent_s: float = SILENT_S, partition: int = 0) -> None:
         log_to_stderr()
-        self._cluster_name = cluster_name
         self._partition = partition
         self._build_info = build_info_of(
             {"shard.silent_s": silent_s}, ray.get_runtime_context().get_node_id()
@@ -75,10 +74,6 @@ class LookupActor:
         self._metrics.attempt(
             lambda _: lookup_figures(self._lookup.status(), self._partition), self._lookup.clock()
         )
-
-    def __repr__(self) -> str:
-        partition = f", partition {self._partition}" if self._partition else ""
-        return f"Lookup({self._cluster_name}{partition})"
 
 
 def _query(name: str) -> Any:

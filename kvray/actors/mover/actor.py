@@ -11,7 +11,7 @@ import ray
 from kvray.actors.build_info import BuildInfo, build_info_of, settings_of
 from kvray.actors.mover.mover import Mover
 from kvray.actors.mover.orders import FetchReport, LeaseRequest, ReadLease, SendOrder
-from kvray.actors.names import MOVER_PREFIX, mover_name
+from kvray.actors.names import mover_name
 from kvray.actors.ray_glue.arguments import packed, unpacked
 from kvray.actors.ray_glue.calls import call, create_actor, get_actor, log_to_stderr, node_labels
 from kvray.actors.telemetry.figures import mover_figures
@@ -32,7 +32,6 @@ class MoverActor:
         self._build_info = build_info_of(
             settings_of(config), ray.get_runtime_context().get_node_id()
         )
-        self._name = name
         self._movers = RayMovers()
         config = config_on_node(config, labels=node_labels())
         self._mover = Mover(
@@ -93,9 +92,6 @@ class MoverActor:
         """End the mover. Twice is fine."""
         self._mover.stop()
         self._metrics.stop()
-
-    def __repr__(self) -> str:
-        return f"Mover({self._name.removeprefix(MOVER_PREFIX)})"
 
 
 class RayMovers:

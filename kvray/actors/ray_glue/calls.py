@@ -80,7 +80,8 @@ def create_actor(
     """Return the actor of that name, on the head or the node named; start it if there is none.
 
     It outlives its creator, restarts whenever it ends, and gets no call twice. `groups`:
-    concurrency group -> calls that may run at once.
+    concurrency group -> calls that may run at once. `actor` has no `__repr__` of its own: where it
+    cannot be imported, Ray's stand-in for it raises there, which ends its process, again and again.
     """
     if node_id is None:
         options["resources"] = {_HEAD_RESOURCE: 0.001}
@@ -310,7 +311,11 @@ def log_to_stderr() -> None:
 def in_short(error: BaseException) -> str:
     """Return the line of an error that says most: the first, or the last of a traceback."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    is_traceback = isinstance(error, RayTaskError) or lines[0].endswith("(most recent call last):")
+    is_traceback = (
+        isinstance(error, RayTaskError)
+        or getattr(error, "actor_init_failed", False)
+        or lines[0].endswith("(most recent call last):")
+    )
     return lines[-1 if is_traceback else 0]
 
 

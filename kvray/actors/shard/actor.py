@@ -11,7 +11,7 @@ import ray
 
 from kvray.actors.build_info import BuildInfo, build_info_of, settings_of
 from kvray.actors.mover.fetch_socket import MoverCalls
-from kvray.actors.names import SHARD_PREFIX, SUPERVISOR_NAME, lookup_names, shard_name
+from kvray.actors.names import SUPERVISOR_NAME, lookup_names, shard_name
 from kvray.actors.owner.admin import check_proof, proof_of
 from kvray.actors.ray_glue.calls import (
     ActorCalls,
@@ -169,9 +169,6 @@ class ShardActor:
         for partition in self._shard.announcer.unheard():
             self._names[partition].send(now)
         return self._figures.of(self._shard.status(), now)
-
-    def __repr__(self) -> str:
-        return f"Shard({self._name.removeprefix(SHARD_PREFIX)})"
 
 
 def _method(group: str, name: str) -> Any:

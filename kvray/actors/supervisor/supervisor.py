@@ -27,7 +27,7 @@ from kvray.actors.owner.admin import check_proof
 from kvray.actors.ray_glue import calls
 from kvray.actors.ray_glue.private import draining_nodes, unused_nodes
 from kvray.actors.shard.actor import create_shard
-from kvray.actors.supervisor.watch import IdleNodes, Pings, Share, Silences, reachable
+from kvray.actors.supervisor.watch import IdleNodes, Pings, Share, Silences, Starts, reachable
 from kvray.actors.telemetry.figures import PartCounts
 from kvray.actors.telemetry.metrics_export import MetricsExport
 from kvray.config import KVRayConfig, ShardConfig
@@ -105,6 +105,7 @@ class SupervisorActor:
         self._share = Share(_ASKED_MAX)
         self._pings = Pings(patience_s=_FROZEN_S)
         self._silences = Silences(frozen_s=_FROZEN_S, start_s=START_S, misses=_MISSES)
+        self._starts = Starts()
         self._counts = PartCounts()
         self._metrics = MetricsExport(config.cluster_name)
         self._looked = threading.Event()
@@ -154,6 +155,11 @@ class SupervisorActor:
             for node_id, (host, at) in self._lost.copy().items()
             if host["ip"] not in here and now - at < _LOST_S
         }
+
+    def faults(self) -> dict[str, str]:
+        """Return the parts that cannot be started, and why; one failure may be chance."""
+        faults = self._starts.faults.copy()
+        return {name: why for name, why in faults.items() if self._starts.failures(name) > 2}
 
     def stop(self) -> None:
         """Start no more parts."""
@@ -212,7 +218,7 @@ class SupervisorActor:
         chosen -= left
         for node_id in sorted(chosen):
             # An actor that was ended for good has lost its name; one that Ray restarts keeps it.
-            if node_id not in self._shards or shard_name(node_id) not in named:
+            if self._is_to_start(shard_name(node_id), self._shards.get(node_id), named):
                 self._shards[node_id] = create_shard(node_id, self._config)
                 _log.info("node %s has a shard", self._name(node_id))
         for node_id in self._shards.keys() - chosen:
@@ -263,7 +269,7 @@ class SupervisorActor:
     def _see_to_lookups(self, named: Set[str]) -> None:
         """Start the partitions of the lookup that are not `named`, and end those beyond them."""
         for partition, name in enumerate(self._lookups):
-            if name not in named:
+            if name not in named and self._is_to_start(name, self._parts.get(name), named):
                 _log.warning("%s was gone and starts", name)
                 create_lookup(self._config.cluster_name, self._config.shard.silent_s, partition)
         for name in sorted(named - set(self._lookups)):
@@ -272,9 +278,27 @@ class SupervisorActor:
 
     def _start_movers(self, named: set[str]) -> None:
         for node_id in sorted(self._shards):
-            if node_id not in self._movers or mover_name(node_id) not in named:
+            if self._is_to_start(mover_name(node_id), self._movers.get(node_id), named):
                 self._movers[node_id] = create_mover(node_id, self._config)
                 _log.info("node %s has a mover", self._name(node_id))
+
+    def _is_to_start(self, name: str, before: Any, named: Set[str]) -> bool:
+        """Return whether to start, or to find, the part of that name; `before` is its last actor.
+
+        An actor that cannot be made has no name: only its handle tells why.
+        """
+        if name in named:
+            return before is None
+        has_failed = before is not None and self._starts.failures(name)
+        if not self._starts.may(name, time.monotonic()):
+            return False
+        if has_failed:
+            try:
+                calls.call(before.ping, timeout_s=_PING_TIMEOUT_S)
+            except KVRayError as error:
+                self._starts.faults[name] = str(error)
+                _log.warning("%s could not be started: %s", name, error)
+        return True
 
     def _take_parts(self) -> None:
         """Ask the parts that there are now, and forget the others."""
@@ -287,6 +311,7 @@ class SupervisorActor:
         gone = before.keys() - self._parts.keys()
         self._pings.forget(gone)
         self._silences.forget(gone)
+        self._starts.forget(gone)
         self._share.retain(self._homes)
         self._counts.expect(self._parts)
 
@@ -303,6 +328,7 @@ class SupervisorActor:
         found = self._pings.round(
             {name: self._parts[name] for name in asked}, timeout_s=_PING_TIMEOUT_S
         )
+        self._starts.forget(found.alive | heard)
         well = found.alive | found.dead | heard
         now = time.monotonic()
         frozen = self._silences.note(
@@ -336,9 +362,6 @@ class SupervisorActor:
         nodes = {home: self._nodes[home] for home in homes.values() if home in self._nodes}
         unreached = nodes.keys() - reachable(nodes, timeout_s=_PING_TIMEOUT_S)
         return {name for name, home in homes.items() if home in unreached}
-
-    def __repr__(self) -> str:
-        return f"Supervisor({self._config.cluster_name})"
 
 
 def _is_refusal(answer: Any) -> bool:

@@ -87,9 +87,11 @@ def up(
             ask_to_be_admitted(config, timeout_s=timeout_s)
         carry_out(planned, config, timeout_s=timeout_s, observer=observer)
     patience = Patience(timeout_s + START_S)
-    create_supervisor(config)
+    supervisor = create_supervisor(config)
     while True:
         found = _shards_now()
+        if found is None and SUPERVISOR_NAME not in calls.list_actors(SUPERVISOR_NAME):
+            raise _ended(supervisor)
         shards = found or []
         observer.report(shards)
         for shard in shards:
@@ -107,7 +109,7 @@ def up(
 def _shards_now() -> list[dict[str, Any]] | None:
     """Return the shards' statuses; None while the supervisor does not answer, as when it starts."""
     try:
-        return _statuses("shard", calls.ask_shards("status", _REPORT_TIMEOUT_S))
+        return _shard_statuses(_REPORT_TIMEOUT_S)
     except ShardUnavailable:
         return None
 
@@ -125,7 +127,7 @@ def status(*, timeout_s: float) -> dict[str, Any]:
     supervisor = calls.get_actor(SUPERVISOR_NAME)
     config: KVRayConfig = calls.call(supervisor.config, timeout_s=timeout_s)
     movers = map(mover_name, calls.call(supervisor.movers, timeout_s=timeout_s))
-    shards = _statuses("shard", calls.ask_shards("status", timeout_s))
+    shards = _shard_statuses(timeout_s)
     lost = calls.call(supervisor.lost, timeout_s=timeout_s)
     return {
         "cluster_name": config.cluster_name,
@@ -139,6 +141,21 @@ def status(*, timeout_s: float) -> dict[str, Any]:
         "lost": {node: round(one["s_ago"], 1) for node, one in lost.items()},
         "first_tokens_s": _first_tokens(config.cluster_name, timeout_s),
     }
+
+
+def _shard_statuses(timeout_s: float) -> list[dict[str, Any]]:
+    """Return the statuses of all shards; one that cannot be started has failed."""
+    found = _statuses("shard", calls.ask_shards("status", timeout_s))
+    if any(one["state"] == "unreachable" for one in found):
+        faults = calls.ask([SUPERVISOR_NAME], "faults", timeout_s).get(SUPERVISOR_NAME)
+        for one in found if isinstance(faults, dict) else ():
+            if one["state"] == "unreachable" and (why := faults.get(one["shard"])):
+                one["state"], one["error"] = "failed", ShardUnavailable.__name__
+                one["message"] = (
+                    f"{one['shard']} cannot be started: {why} Mend its node, or leave it out with"
+                    " shard.label or shard.resource."
+                )
+    return found
 
 
 def _first_tokens(cluster_name: str, timeout_s: float) -> dict[str, float]:
@@ -348,6 +365,14 @@ def _check_namespace(config: KVRayConfig) -> None:
             f"This process joined Ray in the namespace {joined!r}; have `connect_configured` join"
             f" it for the tier {config.cluster_name!r}."
         )
+
+
+def _ended(supervisor: Any) -> ShardUnavailable:
+    (why,) = calls.ask_all({SUPERVISOR_NAME: supervisor.ping}, _REPORT_TIMEOUT_S).values()
+    return ShardUnavailable(
+        f"The supervisor has ended for good: {why} If nobody ran `kvray down` meanwhile, install"
+        " this kvray where Ray's head runs too."
+    )
 
 
 def _not_ready(

@@ -14,7 +14,7 @@ from kvray.actors.names import LOOKUP_NAME, mover_name, shard_name
 from kvray.actors.supervisor import supervisor as supervisor_module
 from kvray.actors.supervisor import watch
 from kvray.actors.supervisor.supervisor import SupervisorActor
-from kvray.actors.supervisor.watch import Answers, IdleNodes, Pings, Silences, reachable
+from kvray.actors.supervisor.watch import Answers, IdleNodes, Pings, Silences, Starts, reachable
 from kvray.config import KVRayConfig
 from kvray.errors import ShardUnavailable
 from tests.examples import examples
@@ -117,6 +117,13 @@ def test_a_long_round_with_one_ping_missed_makes_no_part_frozen():
     assert frozen == [[], [], [], [], [], ["a"]], "nobody asked it for 20 s before each ping"
 
 
+def test_a_part_whose_starts_come_to_nothing_is_started_less_and_less_often():
+    starts = Starts()
+    assert [now for now in range(200) if starts.may("a", now)] == [0, 1, 3, 7, 15, 31, 63, 123, 183]
+    starts.forget({"a"})
+    assert starts.may("a", 200)
+
+
 class Parts:
     """Actors whose pings are numbers, and what some of them were answered with."""
 
@@ -187,6 +194,7 @@ class Tier:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_nodes: int) -> None:
         self.asked: list[set[str]] = []
         self.looks = 0
+        self.made: list[tuple[str, float]] = []  # shards that were started, and when
         self.ended: list[str] = []
         self.mute: set[str] = set()  # answers no ping
         self.cut: set[str] = set()  # nodes
@@ -220,7 +228,7 @@ class Tier:
             "reachable": lambda nodes, timeout_s: frozenset(nodes) - self.cut,
             "build_info_of": lambda *args: {},
             "calls.kill_actor": self.ended.append,
-            "calls.list_actors": lambda: [*self.names, LOOKUP_NAME],
+            "calls.list_actors": lambda: [*self.names, *self.movers, LOOKUP_NAME],
             "calls.get_actor": lambda _: lookup,
             "calls.call": lambda method, *args, timeout_s: method(*args),
             "calls.ask_all": self.ask_all,
@@ -235,7 +243,12 @@ class Tier:
         monkeypatch.setattr(self.supervisor._metrics, "attempt", lambda look, now: None)
 
     def make_shard(self, node: str, _: KVRayConfig) -> Any:
+        self.made.append((node, self.now))
+
         class Shard(str):
+            def ping(shard) -> None:
+                raise ShardUnavailable("No module named 'kvray'.")
+
             drain = SimpleNamespace(remote=lambda *order: self.told.append((node, *order)))
             leave = SimpleNamespace(remote=lambda seconds: self.leave(node, seconds))
 
@@ -309,6 +322,26 @@ def test_a_node_that_ray_lost_is_told_of_until_its_host_is_back(tier):
     assert [*tier.supervisor.lost()] == [lost["NodeID"], node_id(9)]
     tier.now += 3600.0
     assert tier.supervisor.lost() == {}
+
+
+def test_a_shard_that_cannot_be_started_is_tried_ever_less_often_and_its_fault_is_told(tier):
+    tier.rounds(1)
+    shard, well = shard_name(node_id(1)), shard_name(node_id(2))
+    tier.names -= {shard, well}  # both have ended
+    tier.mute = {shard}
+    tier.hear(tier.names)
+    tier.made.clear()
+    tier.rounds(1)
+    assert tier.made == [(node_id(1), 1.0), (node_id(2), 1.0)], "what served is replaced at once"
+    assert tier.supervisor.faults() == {}
+    tier.names.add(well)
+    tier.rounds(40)
+    assert [at for _, at in tier.made[2:]] == [2.0, 4.0, 8.0, 16.0, 32.0]
+    assert tier.supervisor.faults() == {shard: "No module named 'kvray'."}
+    tier.names.add(shard)
+    tier.mute.clear()
+    tier.rounds(1)
+    assert tier.supervisor.faults() == {}
 
 
 @pytest.mark.parametrize("tier", [100], indirect=True)
