@@ -135,9 +135,11 @@ class RayMovers:
         """Return the handle; ShardUnavailable if there is none, or Ray does not answer."""
         handle = self._handles.get(mover)
         if handle is None:
+            search = self._lookups.submit(get_actor, mover)
             try:
-                handle = self._lookups.submit(get_actor, mover).result(timeout_s)
+                handle = search.result(timeout_s)
             except FutureTimeoutError:
+                search.cancel()  # else all of a time without a head would come before the next
                 raise ShardUnavailable(
                     f"Ray does not say where {mover} is; is its head up?"
                 ) from None
