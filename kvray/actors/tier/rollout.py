@@ -7,7 +7,6 @@ serve, and the next `kvray up` starts the supervisor first.
 A wait goes on while something moves, since a busy machine is slow and not stuck.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -124,20 +123,20 @@ def look(config: KVRayConfig, rollout: Rollout, *, timeout_s: float, observer: O
     )
 
 
-def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer: Observer) -> None:
-    """Carry out a plan of `look`, and wait for each part before the next.
+def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer: Observer) -> Any:
+    """Carry out a plan of `look`, and wait for each part before the next; return the supervisor.
 
     One part may make no progress for `timeout_s`, beside the start of its process. If one fails or
     does not serve then, those after it go on as they were.
     """
     restarts = {step.name: step for step in planned.steps}
-    supervisor = restarts.pop(SUPERVISOR_NAME, None)
+    step = restarts.pop(SUPERVISOR_NAME, None)
     lookups = {name: restarts.pop(name) for name in list(restarts) if is_lookup(name)}
-    if supervisor is not None:
+    if step is not None:
         _end(SUPERVISOR_NAME, observer)
-    create_supervisor(config)  # also if a run before this one was killed before it did
-    if supervisor is not None:
-        observer.told(_done("The supervisor", supervisor))
+    supervisor = create_supervisor(config)  # also if a run before was killed before it did
+    if step is not None:
+        observer.told(_done("The supervisor", step))
     for name, step in lookups.items():
         _end(name, observer)
         if name in (meant := lookup_names(config.lookup.partitions)):
@@ -163,6 +162,7 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
                 _await(name, timeout_s + START_S, observer)
         count = f" ({homes.index(node_of(name)) + 1} of {len(homes)})" if len(homes) > 1 else ""
         observer.told(f"{_done(name + count, step)}{kept}")
+    return supervisor
 
 
 def _restart_shard(step: Step, flush_s: float, timeout_s: float, observer: Observer) -> str:
@@ -189,8 +189,11 @@ def _await(name: str, still_s: float, observer: Observer) -> dict[str, Any]:
     status: dict[str, Any] = {"shard": name, "state": "starting"}
     while status["state"] != "serving":
         observer.report([status] if name.startswith(SHARD_PREFIX) else [])
-        with contextlib.suppress(ShardUnavailable):
+        try:
             status = calls.call(calls.get_actor(name).status, timeout_s=_ASK_S)
+        except ShardUnavailable:
+            if SUPERVISOR_NAME not in calls.list_actors(SUPERVISOR_NAME):
+                raise  # the tier was ended meanwhile: nobody restarts the part
         if status["state"] == "failed":
             wire.raise_for({"ok": False, **status})
         if patience.is_over((status["state"], status.get("done"))):

@@ -85,9 +85,10 @@ def up(
         check_costs(planned, recreate=rollout.recreate)
         if planned.steps or planned.ends:
             ask_to_be_admitted(config, timeout_s=timeout_s)
-        carry_out(planned, config, timeout_s=timeout_s, observer=observer)
+        supervisor = carry_out(planned, config, timeout_s=timeout_s, observer=observer)
+    else:
+        supervisor = create_supervisor(config)
     patience = Patience(timeout_s + START_S)
-    supervisor = create_supervisor(config)
     while True:
         found = _shards_now()
         if found is None and SUPERVISOR_NAME not in calls.list_actors(SUPERVISOR_NAME):

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from kvray.actors.names import SUPERVISOR_NAME, shard_name
-from kvray.actors.tier import tier
+from kvray.actors.tier import rollout, tier
+from kvray.actors.tier.changes import Plan
 from kvray.config import KVRayConfig
 from kvray.errors import KVRayError, ShardUnavailable
 
@@ -54,3 +55,24 @@ def test_a_shard_that_cannot_be_started_ends_the_wait_with_its_reason(cluster):
 def test_a_supervisor_that_has_ended_for_good_ends_the_wait_with_its_reason(cluster):
     with pytest.raises(ShardUnavailable, match=r"ended for good: .*No module named"):
         cluster.up()
+
+
+def test_a_tier_that_is_ended_while_its_parts_restart_is_not_started_again(cluster, monkeypatch):
+    made: list[str] = []
+    monkeypatch.setattr(tier.calls, "list_actors", lambda prefix="": [] if prefix else [SHARD])
+    monkeypatch.setattr(tier, "look", lambda *_, **__: Plan())
+    monkeypatch.setattr(tier, "ask_to_be_admitted", lambda *_, **__: None)
+    monkeypatch.setattr(rollout, "create_supervisor", lambda _: SimpleNamespace(ping=WHY))
+    monkeypatch.setattr(tier, "create_supervisor", lambda _: made.append("supervisor"))
+    with pytest.raises(ShardUnavailable, match="ended for good"):
+        cluster.up()
+    assert not made
+
+
+def test_nobody_waits_for_a_part_that_an_ended_tier_does_not_restart(cluster, monkeypatch):
+    def get_actor(name: str) -> Any:
+        raise ShardUnavailable(f"There is no actor {name}.")
+
+    monkeypatch.setattr(rollout.calls, "get_actor", get_actor)
+    with pytest.raises(ShardUnavailable, match="no actor"):
+        rollout._await(SHARD, 60.0, rollout.SILENT)
