@@ -13,17 +13,17 @@ from kvray.actors import explain
 from kvray.actors.lookup.delta import partition_of
 from kvray.actors.names import LOOKUP_NAME, SUPERVISOR_NAME, lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces
-from kvray.actors.ray_glue.calls import ask_all, call, get_actor, tier_named
+from kvray.actors.ray_glue.calls import all_of, ask_all, call, get_actor, tier_named
 from kvray.actors.tier import connection, tier
 from kvray.config import KVRayConfig, load_config
-from kvray.errors import ConfigError, KVRayError, ShardUnavailable
+from kvray.errors import ConfigError, ShardUnavailable
 from kvray.identity.block import KEY_BYTES, BlockKey
 from kvray.identity.keys import MediaItem, Tokens, pack_tokens
 from kvray.index import Match
 from kvray.trace.arrival import Source
 from kvray.trace.spans import span, traceparent
 
-_CONNECTING = threading.Lock()
+_CONNECTING = threading.RLock()
 """A process has one connection to Ray, whichever thread makes it."""
 
 
@@ -119,14 +119,11 @@ class Client:
                 )
         pieces = in_pieces(b"".join(keys))
         with self._tier():
-            lookup = get_actor(lookup_name(self._partition_of(keys)))
+            config = call(get_actor(SUPERVISOR_NAME).config, timeout_s=self._timeout_s)
+            partition = partition_of(keys[0], config.lookup.partitions) if keys else 0
+            lookup = get_actor(lookup_name(partition))
             match: Match = call(lookup.match, num_parts, *pieces, timeout_s=self._timeout_s)
         return match
-
-    def _partition_of(self, keys: Sequence[BlockKey]) -> int:
-        """Return the partition that knows `keys`; the supervisor says how many there are."""
-        config = call(get_actor(SUPERVISOR_NAME).config, timeout_s=self._timeout_s)
-        return partition_of(keys[0], config.lookup.partitions) if keys else 0
 
     def prefetch(
         self,
@@ -164,12 +161,9 @@ class Client:
                     f"No replica {replica!r:.80} has registered; `kvray ls` shows those that have."
                 )
             methods = {shard: get_actor(shard).prefetch for shard in shards}
-            answers = ask_all(methods, self._timeout_s, *prompt, traceparent())
-            for answer in answers.values():
-                if isinstance(answer, KVRayError):
-                    raise answer
-            last = min(answers.values(), key=lambda answer: answer["num_tokens"])
-            staged_tokens = max(answer["staged_tokens"] for answer in answers.values())
+            answers = all_of(ask_all(methods, self._timeout_s, *prompt, traceparent()))
+            last = min(answers, key=lambda answer: answer["num_tokens"])
+            staged_tokens = max(answer["staged_tokens"] for answer in answers)
             made.set_attributes(
                 {
                     "kvray.tokens.ready": last["num_tokens"],
@@ -296,25 +290,26 @@ class Client:
             ShardUnavailable: no tier runs there, or the shard did not answer.
         """
         with self._tier():
-            return tier.drain(node, seconds, config=self._config, timeout_s=self._timeout_s)
+            return tier.order_drain(
+                node, "drain", seconds, config=self._config, timeout_s=self._timeout_s
+            )
 
     def call_off_drain(self, node: str) -> str:
         """Have a node stay that `drain` was to take; arguments and errors as there."""
         with self._tier():
-            return tier.call_off_drain(node, config=self._config, timeout_s=self._timeout_s)
+            return tier.order_drain(
+                node, "call_off_drain", config=self._config, timeout_s=self._timeout_s
+            )
 
     def close(self) -> None:
         """End the Ray connection if this client made it. Twice is fine."""
-        with _CONNECTING:
-            if self._owns_connection and ray.is_initialized() and os.getpid() == self._pid:
+        if self._owns_connection and os.getpid() == self._pid:
+            with _CONNECTING:
                 connection.disconnect()
-            self._owns_connection = False
+        self._owns_connection = False
 
     def _tier(self) -> AbstractContextManager[None]:
-        """Mean this tier in a block; ShardUnavailable: there is no connection to Ray.
-
-        Ray would start a cluster of its own without one, and a parent's answers no fork.
-        """
+        """Mean this tier in a block; without a connection Ray would start a cluster of its own."""
         if os.getpid() != self._pid or not ray.is_initialized():
             raise ShardUnavailable(
                 "This client has no connection to Ray: it was closed, or Ray was shut down, or this"

@@ -123,7 +123,9 @@ class Followers:
         try:
             while shard in self._tasks:
                 began = self.lookup.clock()
-                most = self._piece_keys if has_turn else 0 if is_behind else NEWS_MAX
+                step_keys = self.lookup.step_keys
+                piece_keys = step_keys * min(5, PIECE_MAX // step_keys)  # whole steps
+                most = piece_keys if has_turn else 0 if is_behind else NEWS_MAX
                 with self._lock:
                     poll = self.lookup.poll(shard, self._partition, most)
                 call = asyncio.ensure_future(self._ask(shard, "delta", poll, timeout_s=_PATIENCE_S))
@@ -150,12 +152,6 @@ class Followers:
         finally:
             if has_turn:
                 self._give_back()
-
-    @property
-    def _piece_keys(self) -> int:
-        """Return how many blocks a turn asks for: whole steps, up to five."""
-        step_keys = self.lookup.step_keys
-        return step_keys * min(5, PIECE_MAX // step_keys)
 
     async def _wait_for_turn(self) -> bool:
         """Return whether there is one; a shard that waits is greeted now and then."""

@@ -147,10 +147,8 @@ class Fetches:
                     source.ahead[index] = made
 
     def _begin(self, source: Source, order: FetchOrder, deadline: float) -> None:
-        try:
+        with source.failing():
             self._lease(source, order, deadline)
-        except KVRayError as error:
-            source.fail(error)
 
     def _lease(self, source: Source, order: FetchOrder, deadline: float) -> None:
         """Lease the blocks of a source, which sends those that have slots ahead with the lease."""
@@ -194,10 +192,8 @@ class Fetches:
         source.pace = Pace(most_bytes=self._transports[lease.transport].piece_bytes)
         for piece, unsent in pieces:
             self._give_back(unsent)
-            try:
+            with source.failing():
                 self._commit(source, piece, source.incarnations[best])
-            except KVRayError as error:
-                source.fail(error)
 
     def _group(self, span: Span, ahead: Reservation | None) -> LeaseGroup:
         """Return what to lease of a span, with the targets of its slots that are reserved ahead."""
@@ -223,10 +219,8 @@ class Fetches:
             if not source.lease.token:  # it has sent everything
                 continue
             leased = source.lease.groups[source.spans.index(index)]
-            try:
+            with source.failing():
                 source.pieces += self._pieces(span, leased, starts[span.source])
-            except KVRayError as error:
-                source.fail(error)
             starts[span.source] += len(leased.sizes)
 
     def _pieces(self, span: Span, leased: LeasedGroup, start: int) -> list[Piece]:
@@ -284,18 +278,16 @@ class Fetches:
         assert source.lease is not None, "only leased blocks make pieces"
         in_flight = self._in_flight[source.lease.transport]
         while (piece := source.take()) is not None:
-            try:
-                in_flight.enter(piece.num_bytes, deadline)
-            except KVRayError as error:  # nothing was sent
-                self._abort([piece])
-                source.fail(error)
-                return
-            try:
-                self._fetch_piece(source, source.lease, piece, deadline)
-            except KVRayError as error:
-                source.fail(error)
-            finally:
-                in_flight.leave(piece.num_bytes)
+            with source.failing():
+                try:
+                    in_flight.enter(piece.num_bytes, deadline)
+                except CapacityError:  # nothing was sent
+                    self._abort([piece])
+                    raise
+                try:
+                    self._fetch_piece(source, source.lease, piece, deadline)
+                finally:
+                    in_flight.leave(piece.num_bytes)
 
     def _fetch_piece(self, source: Source, lease: ReadLease, piece: Piece, deadline: float) -> None:
         """Have one piece sent and commit it, or fence its slots."""

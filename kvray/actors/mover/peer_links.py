@@ -236,7 +236,11 @@ class PeerLinks:
             self._movers.send(name, order, timeout_s=timeout_s)
             self._movers.release(name, lease.token, (), timeout_s=timeout_s)
         except KVRayError as error:
-            self._postpone(name, chosen)
+            with self._lock:
+                if (peer := self._peers.get(name)) is not None:
+                    peer.misses += 1
+                    peer.due_at = self._now() + self._pause(peer.misses)
+                    peer.links[chosen].retry_at = peer.due_at  # if it is left out
             # A renewed end fails all that was sent to it, which says nothing of the transport.
             is_current = (
                 chosen in targets and targets[chosen][0] == self._fenced[chosen].incarnation
@@ -245,14 +249,6 @@ class PeerLinks:
                 self.fail(name, chosen, str(error), is_handshake=True)
         else:
             self.succeed(name, chosen, targets[chosen][0], is_handshake=True)
-
-    def _postpone(self, name: str, transport: str) -> None:
-        """Have the next handshake, and the next by a transport that is left out, wait longer."""
-        with self._lock:
-            if (peer := self._peers.get(name)) is not None:
-                peer.misses += 1
-                peer.due_at = self._now() + self._pause(peer.misses)
-                peer.links[transport].retry_at = peer.due_at
 
     def _pause(self, failures: int) -> float:
         longest = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(failures - 1, 16))

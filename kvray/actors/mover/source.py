@@ -2,6 +2,8 @@
 
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvray.actors.mover.orders import ReadLease, SourceReport
@@ -109,11 +111,15 @@ class Source:
                 self.pieces.appendleft(rest)
             return piece
 
-    def fail(self, error: KVRayError) -> None:
-        """Note the error that ends this source; the first one stands."""
-        with self.lock:
-            # Without its traceback, whose frames would keep the arena mapped.
-            self.error = self.error or error.with_traceback(None)
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Have an error in a block end this source, and not the fetch; the first one stands."""
+        try:
+            yield
+        except KVRayError as error:
+            with self.lock:
+                # Without its traceback, whose frames would keep the arena mapped.
+                self.error = self.error or error.with_traceback(None)
 
     def report(self) -> SourceReport:
         """Return its figures."""

@@ -6,13 +6,13 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvray import __version__
@@ -156,6 +156,14 @@ def ask_all(
     }
 
 
+def all_of(answers: Mapping[str, Any]) -> list[Any]:
+    """Return all answers of `ask_all`, or raise the first error among them."""
+    for answer in answers.values():
+        if isinstance(answer, KVRayError):
+            raise answer
+    return list(answers.values())
+
+
 def _attempt(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Return what a function of Ray's returns, or its error as one of kvray's."""
     try:
@@ -259,18 +267,6 @@ def await_end(name: str, ended: Any, timeout_s: float) -> bool:
     return True
 
 
-def await_forgotten(names: Collection[str], timeout_s: float) -> bool:
-    """Wait until Ray has forgotten killed actors; their names are free then."""
-    deadline = time.monotonic() + timeout_s
-    with contextlib.suppress(KVRayError):
-        while set(names) & set(list_actors()):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_S)
-        return True
-    return False
-
-
 def node_labels() -> dict[str, str]:
     """Return the labels that Ray has given to the node of this process."""
     node_id = ray.get_runtime_context().get_node_id()
@@ -309,14 +305,10 @@ def log_to_stderr() -> None:
 
 
 def in_short(error: BaseException) -> str:
-    """Return the line of an error that says most: the first, or the last of a traceback."""
+    """Return the line of an error that says most: the first, or the last one of a traceback."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    is_traceback = (
-        isinstance(error, RayTaskError)
-        or getattr(error, "actor_init_failed", False)
-        or lines[0].endswith("(most recent call last):")
-    )
-    return lines[-1 if is_traceback else 0]
+    is_last = lines[0].endswith("(most recent call last):")
+    return lines[-1 if is_last or isinstance(error, RayTaskError | ActorDiedError) else 0]
 
 
 _SEARCHES_MAX = 4

@@ -16,7 +16,6 @@ import ray
 from kvray.errors import ShardUnavailable
 
 _KEPT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_CONNECT_TRIES = 1
 _STATUS_S = 2
 _AUTOSCALER_1_STATUS = b"__autoscaling_status"
 """Where the older autoscaler writes what it does; the newer one does not."""
@@ -28,7 +27,7 @@ def few_tries() -> Iterator[None]:
 
     Without it a command waits for minutes if nobody answers.
     """
-    with _replaced("ray._private.ray_constants", "NUM_REDIS_GET_RETRIES", _CONNECT_TRIES):
+    with _replaced("ray._private.ray_constants", "NUM_REDIS_GET_RETRIES", 1):
         yield
 
 

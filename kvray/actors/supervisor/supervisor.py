@@ -27,7 +27,7 @@ from kvray.actors.owner.admin import check_proof
 from kvray.actors.ray_glue import calls
 from kvray.actors.ray_glue.private import draining_nodes, unused_nodes
 from kvray.actors.shard.actor import create_shard
-from kvray.actors.supervisor.watch import IdleNodes, Pings, Share, Silences, Starts, reachable
+from kvray.actors.supervisor.watch import IdleNodes, Pings, Share, Silences, reachable
 from kvray.actors.telemetry.figures import PartCounts
 from kvray.actors.telemetry.metrics_export import MetricsExport
 from kvray.config import KVRayConfig, ShardConfig
@@ -47,6 +47,9 @@ _LOST_S, _LOST_MAX = 3600.0, 64
 """How long a node that Ray lost is told of, and how many of them."""
 _MISSES = 3
 """The part has also missed this many pings in a row, however long the rounds were."""
+_START_PAUSE_MAX_S = 60.0
+"""The pause before another start of what cannot be started: the first is a second, each next one
+twice as long. Each start costs a process and its log files."""
 _BY_RAY = "Ray"
 _ASKED_MAX = 200
 """Parts that one round asks: 30 ms of CPU, however many there are."""
@@ -60,14 +63,14 @@ then it goes to the node's disk."""
 
 def chosen_nodes(nodes: list[dict[str, Any]], shard: ShardConfig) -> set[str]:
     """Return the ids of the living ones of `ray.nodes()` that are to have a shard."""
-    return {node["NodeID"] for node in nodes if node["Alive"] and _is_chosen(node, shard)}
-
-
-def _is_chosen(node: dict[str, Any], shard: ShardConfig) -> bool:
-    if shard.resource is not None and not node["Resources"].get(shard.resource, 0) > 0:
-        return False
     name, _, value = (shard.label or "").partition("=")
-    return shard.label is None or bool(node.get("Labels", {}).get(name) == value)
+    return {
+        node["NodeID"]
+        for node in nodes
+        if node["Alive"]
+        and (shard.resource is None or node["Resources"].get(shard.resource, 0) > 0)
+        and (shard.label is None or node.get("Labels", {}).get(name) == value)
+    }
 
 
 class SupervisorActor:
@@ -105,7 +108,9 @@ class SupervisorActor:
         self._share = Share(_ASKED_MAX)
         self._pings = Pings(patience_s=_FROZEN_S)
         self._silences = Silences(frozen_s=_FROZEN_S, start_s=START_S, misses=_MISSES)
-        self._starts = Starts()
+        self._starts: dict[str, tuple[int, float, str]] = {}
+        """Part that was not heard since its start -> how often it was started, when it may be
+        started again, and why the start before came to nothing."""
         self._counts = PartCounts()
         self._metrics = MetricsExport(config.cluster_name)
         self._looked = threading.Event()
@@ -158,8 +163,7 @@ class SupervisorActor:
 
     def faults(self) -> dict[str, str]:
         """Return the parts that cannot be started, and why; one failure may be chance."""
-        faults = self._starts.faults.copy()
-        return {name: why for name, why in faults.items() if self._starts.failures(name) > 2}
+        return {name: why for name, (tries, _, why) in self._starts.copy().items() if tries > 2}
 
     def stop(self) -> None:
         """Start no more parts."""
@@ -214,7 +218,11 @@ class SupervisorActor:
         self._nodes = {node["NodeID"]: node for node in nodes}
         chosen = chosen_nodes(nodes, self._config.shard)
         left = {node_id for node_id in self._idle.left if shard_name(node_id) not in named}
-        self._drop_left(left)
+        for node_id in self._shards.keys() & left:
+            _log.info("node %s is not used and has no shard now", self._name(node_id))
+            del self._shards[node_id]
+            self._movers.pop(node_id, None)
+            calls.kill_actor(mover_name(node_id))
         chosen -= left
         for node_id in sorted(chosen):
             # An actor that was ended for good has lost its name; one that Ray restarts keeps it.
@@ -230,8 +238,10 @@ class SupervisorActor:
             del self._shards[node_id]
             self._movers.pop(node_id, None)
         self._to_go = set(self._draining)
-        if len(self._shards) > 1:
-            self._start_movers(named)
+        for node_id in sorted(self._shards) if len(self._shards) > 1 else ():
+            if self._is_to_start(mover_name(node_id), self._movers.get(node_id), named):
+                self._movers[node_id] = create_mover(node_id, self._config)
+                _log.info("node %s has a mover", self._name(node_id))
         self._take_parts()
 
     def _name(self, node_id: str) -> str:
@@ -249,22 +259,16 @@ class SupervisorActor:
         for node_id, answer in list(self._leaving.items()):
             if answer in done:
                 del self._leaving[node_id]
-                if _is_refusal(answer):
-                    self._idle.stay(node_id)
+                # One that has ended says nothing; False: it stays.
+                with contextlib.suppress(ray.exceptions.RayError):
+                    if ray.get(answer, timeout=_PING_TIMEOUT_S) is False:
+                        self._idle.stay(node_id)
         unused = frozenset() if self._config.shard.release_idle_s is None else unused_nodes()
         self._idle.note(unused, self._draining.keys(), time.monotonic())
         for node_id in self._shards.keys() & self._idle.left - self._leaving.keys():
             if shard_name(node_id) in named:
                 seconds = max(_LEAVE_S, self._draining.get(node_id) or 0.0)
                 self._leaving[node_id] = self._shards[node_id].leave.remote(seconds)
-
-    def _drop_left(self, left: Set[str]) -> None:
-        """End what belongs to shards that have left their nodes."""
-        for node_id in self._shards.keys() & left:
-            _log.info("node %s is not used and has no shard now", self._name(node_id))
-            del self._shards[node_id]
-            self._movers.pop(node_id, None)
-            calls.kill_actor(mover_name(node_id))
 
     def _see_to_lookups(self, named: Set[str]) -> None:
         """Start the partitions of the lookup that are not `named`, and end those beyond them."""
@@ -276,12 +280,6 @@ class SupervisorActor:
             _log.info("%s ends: the lookup has fewer partitions", name)
             calls.kill_actor(name)
 
-    def _start_movers(self, named: set[str]) -> None:
-        for node_id in sorted(self._shards):
-            if self._is_to_start(mover_name(node_id), self._movers.get(node_id), named):
-                self._movers[node_id] = create_mover(node_id, self._config)
-                _log.info("node %s has a mover", self._name(node_id))
-
     def _is_to_start(self, name: str, before: Any, named: Set[str]) -> bool:
         """Return whether to start, or to find, the part of that name; `before` is its last actor.
 
@@ -289,15 +287,17 @@ class SupervisorActor:
         """
         if name in named:
             return before is None
-        has_failed = before is not None and self._starts.failures(name)
-        if not self._starts.may(name, time.monotonic()):
+        now = time.monotonic()
+        tries, due, why = self._starts.get(name, (0, now, ""))
+        if now < due:
             return False
-        if has_failed:
+        if tries and before is not None:
             try:
                 calls.call(before.ping, timeout_s=_PING_TIMEOUT_S)
             except KVRayError as error:
-                self._starts.faults[name] = str(error)
-                _log.warning("%s could not be started: %s", name, error)
+                why = str(error)
+                _log.warning("%s could not be started: %s", name, why)
+        self._starts[name] = tries + 1, now + min(2.0**tries, _START_PAUSE_MAX_S), why
         return True
 
     def _take_parts(self) -> None:
@@ -307,28 +307,26 @@ class SupervisorActor:
         self._homes |= {mover_name(node_id): node_id for node_id in self._movers}
         handles = (*self._shards.values(), *self._movers.values())
         self._parts = dict(zip(self._homes, handles, strict=True))
-        self._find_lookups()
+        self._parts |= {name: calls.get_actor(name) for name in self._lookups}
         gone = before.keys() - self._parts.keys()
         self._pings.forget(gone)
         self._silences.forget(gone)
-        self._starts.forget(gone)
         self._share.retain(self._homes)
         self._counts.expect(self._parts)
 
-    def _find_lookups(self) -> None:
-        for name in self._lookups:
-            self._parts[name] = calls.get_actor(name)
-
     def _end_frozen(self) -> None:
         """End parts that have answered nobody for long, on nodes that can be reached."""
-        self._find_lookups()  # they may be new ones
+        self._parts |= {
+            name: calls.get_actor(name) for name in self._lookups
+        }  # they may be new ones
         known, silent = self._ask_lookup()
         heard = (known - silent) & self._parts.keys()
         asked = {*self._lookups} | self._share.take((self._silences.silent, silent), heard)
         found = self._pings.round(
             {name: self._parts[name] for name in asked}, timeout_s=_PING_TIMEOUT_S
         )
-        self._starts.forget(found.alive | heard)
+        unheard = self._parts.keys() - found.alive - heard
+        self._starts = {name: one for name, one in self._starts.items() if name in unheard}
         well = found.alive | found.dead | heard
         now = time.monotonic()
         frozen = self._silences.note(
@@ -362,13 +360,6 @@ class SupervisorActor:
         nodes = {home: self._nodes[home] for home in homes.values() if home in self._nodes}
         unreached = nodes.keys() - reachable(nodes, timeout_s=_PING_TIMEOUT_S)
         return {name for name, home in homes.items() if home in unreached}
-
-
-def _is_refusal(answer: Any) -> bool:
-    """Return whether a shard said that it stays; one that has ended says nothing."""
-    with contextlib.suppress(ray.exceptions.RayError):
-        return ray.get(answer, timeout=_PING_TIMEOUT_S) is False
-    return False
 
 
 def create_supervisor(config: KVRayConfig) -> Any:

@@ -21,7 +21,6 @@ _READY_S = 1.0
 """How long it may take to get an answer that is there."""
 _DOUBLINGS_MAX = 3
 """How often the time that a part has to start is doubled."""
-_PAUSE_MAX_S = 60.0
 _TRIES_MAX = 256
 """Machines that are tried at once, each by a thread."""
 
@@ -61,37 +60,6 @@ class Share:
         for name in taken:
             self._line[name] = self._line.pop(name)
         return set(taken)
-
-
-class Starts:
-    """When a part that has ended for good may be started again; pure.
-
-    Each start in a row that came to nothing doubles the pause: a node without kvray would have a
-    new process, and a new log file, every second.
-    """
-
-    def __init__(self) -> None:
-        # Part -> how often it was started without an answer since, and when it may be again.
-        self._tries: dict[str, tuple[int, float]] = {}
-        self.faults: dict[str, str] = {}
-        """Part -> why its last start came to nothing."""
-
-    def failures(self, name: str) -> int:
-        """Return how many starts in a row came to nothing, if the part has ended now."""
-        return self._tries.get(name, (0, 0.0))[0]
-
-    def may(self, name: str, now: float) -> bool:
-        """Return whether to start the part `now`, which counts as a start."""
-        tries, due = self._tries.get(name, (0, now))
-        if now >= due:
-            self._tries[name] = tries + 1, now + min(2.0**tries, _PAUSE_MAX_S)
-        return now >= due
-
-    def forget(self, names: Iterable[str]) -> None:
-        """Forget parts that have answered, or that there are no more."""
-        for name in names:
-            self._tries.pop(name, None)
-            self.faults.pop(name, None)
 
 
 class Silences:

@@ -68,9 +68,10 @@ def find(cluster_name: str) -> LocalRay | None:
         return None
     try:
         local = LocalRay(**json.loads((directory / _STATE_FILE).read_text()))
-    except (OSError, ValueError, TypeError, RecursionError):
+        # Its age would not tell: it counts from the boot, which moves when somebody sets the clock.
+        return local if _is_of(psutil.Process(local.pid), directory) else None
+    except (OSError, ValueError, TypeError, RecursionError, psutil.Error):
         return None
-    return local if _is_main(local.pid, directory) else None
 
 
 def start(
@@ -200,17 +201,6 @@ def _check_port(port: int) -> None:
         raise ConfigError(
             f"Port {port} cannot be used for Ray ({error.strerror}); choose another --port."
         ) from None
-
-
-def _is_main(pid: int, directory: Path) -> bool:
-    """Return whether a process of that pid lives and has the cluster's mark.
-
-    Its age would not tell: it counts from the time of the boot, which moves when somebody sets the
-    clock.
-    """
-    with contextlib.suppress(psutil.Error, TypeError, ValueError):
-        return psutil.Process(pid).environ().get(_MARK) == str(directory)
-    return False
 
 
 def _end_all(directory: Path) -> bool:

@@ -154,7 +154,10 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
     for name, step in restarts.items():
         kept = ""
         if name.startswith(SHARD_PREFIX):
-            kept = _restart_shard(step, flush_s, timeout_s + START_S, observer)
+            flush = bool(step.costs)
+            _end(name, observer, step.retire, flush, timeout_s=flush_s if flush else _STOP_S)
+            blocks = _await(name, timeout_s + START_S, observer)["arena"]["blocks"]
+            kept = f" {blocks} blocks in memory{'' if flush else ' as before'}."
         else:
             _end(name, observer)
             shards = calls.call(calls.get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
@@ -163,14 +166,6 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
         count = f" ({homes.index(node_of(name)) + 1} of {len(homes)})" if len(homes) > 1 else ""
         observer.told(f"{_done(name + count, step)}{kept}")
     return supervisor
-
-
-def _restart_shard(step: Step, flush_s: float, timeout_s: float, observer: Observer) -> str:
-    """Restart a shard and wait for it; return a sentence about its blocks."""
-    flush = bool(step.costs)
-    _end(step.name, observer, step.retire, flush, timeout_s=flush_s if flush else _STOP_S)
-    blocks = _await(step.name, timeout_s, observer)["arena"]["blocks"]
-    return f" {blocks} blocks in memory{'' if flush else ' as before'}."
 
 
 def _end(name: str, observer: Observer, *stop: bool, timeout_s: float = _STOP_S) -> None:

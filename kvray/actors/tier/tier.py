@@ -77,7 +77,11 @@ def up(
     """
     proof_of(config)  # raises: nobody could end a tier whose token nobody can read
     rollout = rollout or Rollout()
-    _check_namespace(config)
+    if (joined := calls.current_namespace()) != namespace_of(config.cluster_name):
+        raise ConfigError(  # the actors would inherit it
+            f"This process joined Ray in the namespace {joined!r}; have `connect_configured` join"
+            f" it for the tier {config.cluster_name!r}."
+        )
     is_running = bool(calls.list_actors())
     create_lookup(config.cluster_name, config.shard.silent_s)
     if is_running:
@@ -90,9 +94,12 @@ def up(
         supervisor = create_supervisor(config)
     patience = Patience(timeout_s + START_S)
     while True:
-        found = _shards_now()
-        if found is None and SUPERVISOR_NAME not in calls.list_actors(SUPERVISOR_NAME):
-            raise _ended(supervisor)
+        found, is_there = None, True
+        try:
+            found = _shard_statuses(_REPORT_TIMEOUT_S)
+        except ShardUnavailable:  # the supervisor does not answer, as when it starts
+            with suppress(ShardUnavailable):
+                is_there = SUPERVISOR_NAME in calls.list_actors(SUPERVISOR_NAME)
         shards = found or []
         observer.report(shards)
         for shard in shards:
@@ -102,17 +109,10 @@ def up(
         if found is not None and (is_ready or not wait):
             return shards
         seen = [(one["shard"], one["state"], one.get("done")) for one in shards]
-        if patience.is_over((found is None, seen), still_s=timeout_s if found == [] else None):
-            raise _not_ready(config, found)
+        still_s = timeout_s if found == [] else None
+        if not is_there or patience.is_over((found is None, seen), still_s=still_s):
+            raise _not_ready(config, found, supervisor)
         time.sleep(_POLL_S)
-
-
-def _shards_now() -> list[dict[str, Any]] | None:
-    """Return the shards' statuses; None while the supervisor does not answer, as when it starts."""
-    try:
-        return _shard_statuses(_REPORT_TIMEOUT_S)
-    except ShardUnavailable:
-        return None
 
 
 def status(*, timeout_s: float) -> dict[str, Any]:
@@ -231,19 +231,25 @@ def clear(*, timeout_s: float, config: KVRayConfig | None = None) -> int:
 
     ShardUnavailable: a shard did not answer; the others have cleared.
     """
-    return sum(_all(calls.ask_shards("clear", timeout_s, proof_of(config))))
+    return sum(calls.all_of(calls.ask_shards("clear", timeout_s, proof_of(config))))
 
 
 def set_weights_version(
     replica: str, version: str | int | None, *, config: KVRayConfig, timeout_s: float
 ) -> list[int]:
     """Have all ranks of a replica go by a version of weights; see `Client.set_weights_version`."""
-    text = version if version is None else _checked_version(version)
+    text = None if version is None else str(version)
+    is_one = isinstance(version, str | int | None) and not isinstance(version, bool)
+    if not is_one or (text is not None and not 0 < len(text) <= WEIGHTS_VERSION_MAX):
+        raise ConfigError(
+            f"A version of weights is a number, or a text of 1 to {WEIGHTS_VERSION_MAX} characters,"
+            f" not {version!r:.40}."
+        )
     ask_to_be_admitted(config, timeout_s=timeout_s)
     ranks = calls.call(calls.get_actor(LOOKUP_NAME).replica, replica, timeout_s=timeout_s)
     methods = {shard: calls.get_actor(shard).set_weights_version for shard in set(ranks.values())}
     answers = calls.ask_all(methods, timeout_s, replica, text, min(_ENGINE_S, timeout_s / 2))
-    found = {rank: ranks for answer in _all(answers) for rank, ranks in answer.items()}
+    found = {rank: ranks for answer in calls.all_of(answers) for rank, ranks in answer.items()}
     if not found:
         raise ConfigError(
             f"No engine of a replica {replica!r:.80} is connected; `kvray ls` shows those that are."
@@ -257,8 +263,8 @@ def set_weights_version(
     return sorted(found)
 
 
-def drain(node: str, seconds: float | None, *, config: KVRayConfig, timeout_s: float) -> str:
-    """Have a node drained; return the name of its shard.
+def order_drain(node: str, order: str, *args: Any, config: KVRayConfig, timeout_s: float) -> str:
+    """Order or call off the drain of one node, by a method of its shard; return the shard's name.
 
     `node` is a host name, an IP, the beginning of an id, or the name of its shard.
 
@@ -266,12 +272,12 @@ def drain(node: str, seconds: float | None, *, config: KVRayConfig, timeout_s: f
         ConfigError: no node, or several, are named so; or the token is missing or wrong.
         ShardUnavailable: no tier runs there, or the shard did not answer.
     """
-    return _told(node, "drain", _BY_HAND, seconds, config=config, timeout_s=timeout_s)
-
-
-def call_off_drain(node: str, *, config: KVRayConfig, timeout_s: float) -> str:
-    """Have a node stay that `drain` was to take; otherwise as `drain`."""
-    return _told(node, "call_off_drain", _BY_HAND, config=config, timeout_s=timeout_s)
+    ask_to_be_admitted(config, timeout_s=timeout_s)
+    ids = calls.call(calls.get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
+    unknown = {one[:12]: {"name": "unknown host", "ip": ""} for one in ids}
+    name = shard_name(node_meant(node, unknown | calls.hosts_of(ids)))
+    calls.call(getattr(calls.get_actor(name), order), _BY_HAND, *args, timeout_s=timeout_s)
+    return name
 
 
 def down(
@@ -326,58 +332,14 @@ def down(
                 " end, or Ray did not get through; run `kvray down` again."
             )
     # So that `up` gets new ones and not dying ones.
-    calls.await_forgotten(calls.list_actors(), timeout_s)
+    ended, until = set(calls.list_actors()), time.monotonic() + timeout_s
+    while ended & set(calls.list_actors()) and time.monotonic() < until:
+        time.sleep(_POLL_S)
     return found
 
 
-def _all(answers: Mapping[str, Any]) -> list[Any]:
-    """Return all answers, or raise the error of one that is missing."""
-    for answer in answers.values():
-        if isinstance(answer, KVRayError):
-            raise answer
-    return list(answers.values())
-
-
-def _checked_version(version: object) -> str:
-    text = str(version)
-    is_one = isinstance(version, str | int) and not isinstance(version, bool)
-    if not is_one or not 0 < len(text) <= WEIGHTS_VERSION_MAX:
-        raise ConfigError(
-            f"A version of weights is a number, or a text of 1 to {WEIGHTS_VERSION_MAX} characters,"
-            f" not {version!r:.40}."
-        )
-    return text
-
-
-def _told(node: str, method: str, *args: Any, config: KVRayConfig, timeout_s: float) -> str:
-    """Call a method of the shard of one node; return the shard's name."""
-    ask_to_be_admitted(config, timeout_s=timeout_s)
-    ids = calls.call(calls.get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
-    unknown = {one[:12]: {"name": "unknown host", "ip": ""} for one in ids}
-    name = shard_name(node_meant(node, unknown | calls.hosts_of(ids)))
-    calls.call(getattr(calls.get_actor(name), method), *args, timeout_s=timeout_s)
-    return name
-
-
-def _check_namespace(config: KVRayConfig) -> None:
-    """Refuse a connection in another namespace: the actors would inherit it."""
-    if (joined := calls.current_namespace()) != namespace_of(config.cluster_name):
-        raise ConfigError(
-            f"This process joined Ray in the namespace {joined!r}; have `connect_configured` join"
-            f" it for the tier {config.cluster_name!r}."
-        )
-
-
-def _ended(supervisor: Any) -> ShardUnavailable:
-    (why,) = calls.ask_all({SUPERVISOR_NAME: supervisor.ping}, _REPORT_TIMEOUT_S).values()
-    return ShardUnavailable(
-        f"The supervisor has ended for good: {why} If nobody ran `kvray down` meanwhile, install"
-        " this kvray where Ray's head runs too."
-    )
-
-
 def _not_ready(
-    config: KVRayConfig, shards: list[dict[str, Any]] | None
+    config: KVRayConfig, shards: list[dict[str, Any]] | None, supervisor: Any
 ) -> ConfigError | ShardUnavailable:
     named = {"resource": config.shard.resource, "label": config.shard.label}
     given = " and ".join(f"{what} {name!r}" for what, name in named.items() if name is not None)
@@ -387,7 +349,11 @@ def _not_ready(
             " shard.resource and shard.label."
         )
     if shards is None:
-        return ShardUnavailable("The supervisor does not answer; see its log, or run this again.")
+        why = calls.ask_all({"": supervisor.ping}, _REPORT_TIMEOUT_S)[""] or ""
+        return ShardUnavailable(
+            f"The supervisor does not answer. {why} If nobody ran `kvray down` meanwhile, see its"
+            " log, and whether Ray's head has this kvray installed; or run this again."
+        )
     states = ", ".join(f"{shard['shard']} {shard['state']}" for shard in shards) or "none started"
     return ShardUnavailable(
         f"The shards are not ready and make no progress ({states}); see `kvray status`."

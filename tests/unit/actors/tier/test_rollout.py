@@ -188,9 +188,10 @@ def test_when_a_wait_is_over(monkeypatch, looks):
     ],
     ids=["no supervisor", "no node", "no progress"],
 )
-def test_a_start_that_does_not_end_says_what_it_waited_for(shards, kind, words):
+def test_a_start_that_does_not_end_says_what_it_waited_for(shards, kind, words, monkeypatch):
+    monkeypatch.setattr(calls, "ask_all", lambda methods, timeout_s: {"": methods[""]})
     config = load_config(environ={}, overrides={"shard.resource": "big"})
-    error = tier_module._not_ready(config, shards)
+    error = tier_module._not_ready(config, shards, SimpleNamespace(ping=None))
     assert type(error) is kind
     assert words in str(error)
 
