@@ -148,8 +148,9 @@ def _shard_statuses(timeout_s: float) -> list[dict[str, Any]]:
     """Return the statuses of all shards; one that cannot be started has failed."""
     found = _statuses("shard", calls.ask_shards("status", timeout_s))
     if any(one["state"] == "unreachable" for one in found):
-        faults = calls.ask([SUPERVISOR_NAME], "faults", timeout_s).get(SUPERVISOR_NAME)
-        for one in found if isinstance(faults, dict) else ():
+        answer = calls.ask([SUPERVISOR_NAME], "faults", timeout_s).get(SUPERVISOR_NAME)
+        faults = answer if isinstance(answer, dict) else {}
+        for one in found:
             if one["state"] == "unreachable" and (why := faults.get(one["shard"])):
                 one["state"], one["error"] = "failed", ShardUnavailable.__name__
                 one["message"] = (
@@ -235,7 +236,7 @@ def clear(*, timeout_s: float, config: KVRayConfig | None = None) -> int:
 
 
 def set_weights_version(
-    replica: str, version: str | int | None, *, config: KVRayConfig, timeout_s: float
+    replica: str, version: object, *, config: KVRayConfig, timeout_s: float
 ) -> list[int]:
     """Have all ranks of a replica go by a version of weights; see `Client.set_weights_version`."""
     text = None if version is None else str(version)
