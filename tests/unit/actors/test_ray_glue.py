@@ -1,14 +1,17 @@
 """Calls over Ray: large arguments come in pieces, and Ray's own errors are the tier's sentences."""
 
 import random
+import time
 from unittest.mock import Mock
 
 import pytest
+from ray._private.state import state
 from ray.exceptions import GetTimeoutError
 
 from kvray.actors.mover.orders import FetchOrder, LeaseGroup, LeaseRequest, Span
 from kvray.actors.ray_glue import calls
 from kvray.actors.ray_glue.arguments import in_pieces, packed, unpacked
+from kvray.actors.ray_glue.private import draining_nodes
 from kvray.errors import ShardUnavailable
 
 
@@ -57,3 +60,11 @@ def test_a_head_that_does_not_answer_when_an_actor_is_looked_up_is_a_sentence(mo
     monkeypatch.setattr("ray.get_actor", Mock(side_effect=late))
     with pytest.raises(ShardUnavailable, match="did not answer in time"):
         calls.get_actor("kvray-lookup")
+
+
+def test_a_node_has_the_time_that_ray_gives_and_any_if_it_lives_on_after_that(monkeypatch):
+    now_ms = 1000 * time.time()
+    found = {"a": int(now_ms + 90_000), "late": int(now_ms - 300_000), "without a deadline": 0}
+    monkeypatch.setattr(state, "get_draining_nodes", lambda: found)
+    left_s = pytest.approx(90, abs=60)
+    assert draining_nodes() == {"a": left_s, "late": None, "without a deadline": None}
