@@ -235,14 +235,13 @@ class _Lines:
                 with contextlib.closing(socket.socket(family, type_, protocol)) as connection:
                     prepare(connection)
                     wire = Wire(connection, kind, message_max=_MESSAGE_MAX)
-                    await asyncio.wait_for(_open(connection, place, wire), _CONNECT_S)
+                    await _open(connection, place, wire)
                     failures, retry_s = 0, _RECONNECT_S
                     await speak(wire)
-            except (OSError, asyncio.TimeoutError, TransferError) as error:
+            except (OSError, TransferError) as error:
                 failures += 1
                 if failures == _FAILURES_SAID:
-                    says = str(error) or "The publisher does not answer."
-                    _log.warning("Nothing is heard from the KV events at %s: %s", address, says)
+                    _log.warning("Nothing is heard from the KV events at %s: %s", address, error)
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, _RECONNECT_MAX_S)
 
@@ -265,28 +264,41 @@ class _Lines:
 
 
 async def _open(connection: socket.socket, place: tuple[object, ...], wire: Wire) -> None:
-    """Connect, and return once the peer has said what it is."""
-    await asyncio.get_running_loop().sock_connect(connection, place)
+    """Connect, and return once the peer has said what it is; it has `_CONNECT_S` for that."""
+    until = time.monotonic() + _CONNECT_S
+    with contextlib.suppress(BlockingIOError):
+        connection.connect(place)
     while not wire.is_ready:
+        if not await _is_ready(wire, until - time.monotonic()):
+            raise TransferError("The publisher does not answer.")
         wire.flush()
-        await _is_ready(wire, None)
         wire.receive(_READ_BYTES)
 
 
 async def _is_ready(wire: Wire, timeout_s: float | None) -> bool:
-    """Wait for something to read, or for room to write what waits; return whether it came."""
-    loop, event = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(wire, event.set)
+    """Wait for something to read, or for room to write what waits; return whether it came.
+
+    Without `wait_for`, which before Python 3.12 loses a cancellation if the result has just come:
+    what is followed without end would never end.
+    """
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+
+    def wake(has_come: bool) -> None:
+        if not ready.done():
+            ready.set_result(has_come)
+
+    loop.add_reader(wire, wake, True)
     if wire.is_sending:
-        loop.add_writer(wire, event.set)
+        loop.add_writer(wire, wake, True)
+    timer = None if timeout_s is None else loop.call_later(timeout_s, wake, False)
     try:
-        await asyncio.wait_for(event.wait(), timeout_s)
-    except asyncio.TimeoutError:
-        return False
+        return bool(await ready)
     finally:
         loop.remove_reader(wire)
         loop.remove_writer(wire)
-    return True
+        if timer is not None:
+            timer.cancel()
 
 
 def _counts(feed: _Feed) -> Counter[str]:

@@ -324,6 +324,8 @@ class NodeLink:
                 continue  # it left since the round began
             try:
                 registration.report(self._socket, self._membership, timeout_s=CALL_TIMEOUT_S)
+                if registration not in self._registrations:
+                    self._leave(registration)  # it left meanwhile, and this report was later
             except ShardUnavailable as error:
                 self._forget_answers()
                 _log.debug("kvray: no report: %s", error)

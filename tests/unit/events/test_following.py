@@ -3,6 +3,7 @@
 The seconds of the long ones are `FUZZ_S`, 120 without it.
 """
 
+import asyncio
 import contextlib
 import json
 import os
@@ -168,6 +169,26 @@ def test_a_publisher_that_never_answers_is_named_once(subscriber, caplog, monkey
     wait_for(lambda: address in caplog.text, "a word of it")
     time.sleep(0.1)
     assert caplog.text.count(address) == 1
+
+
+@pytest.mark.parametrize("ticks", range(5))
+def test_an_end_is_not_lost_because_something_has_just_come(ticks):
+    async def scene() -> bool:
+        ours, theirs = socket.socketpair()
+        with closing(ours), closing(theirs):
+            ours.setblocking(False)
+            wire = subscriber_module.Wire(ours, "SUB", message_max=100)
+            wire.flush()
+            waits = asyncio.create_task(subscriber_module._is_ready(wire, 30.0))
+            await asyncio.sleep(0.01)
+            theirs.send(b"x")
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            was_running = waits.cancel()
+            await asyncio.wait({waits})
+            return waits.cancelled() or not was_running
+
+    assert asyncio.run(scene())
 
 
 def test_a_defect_at_one_publisher_costs_no_other(subscriber, publisher, monkeypatch, caplog):
