@@ -47,8 +47,8 @@ class Writer:
         self._tables, self._record_table, self._files = tables, record_table, files
         self._threads, self._section = threads, section
         self._geometry = tables.geometry
-        self._unsynced: set[int] = set()
-        """Slabs with records that a power loss could take."""
+        self._unsynced = set(files.by_slab)
+        """Slabs with records that a power loss could take: at first all, by who wrote before."""
         self._look_at = 0.0
         self._failure = ""
 

@@ -166,8 +166,6 @@ class NvmeMachine(RuleBasedStateMachine):
         self.model: set[Block] = set()
         self.flushed: set[Block] = set()
         """Those of the model that survive a power loss."""
-        self.unsure: set[Block] = set()
-        """Those that the store before this one had not flushed: a flush does not sync them."""
         self.open_in(Path(tempfile.mkdtemp(prefix="kvray-nvme-")))
 
     def open_in(self, directory: Path) -> None:
@@ -232,7 +230,7 @@ class NvmeMachine(RuleBasedStateMachine):
     @rule(note_use=st.booleans())
     def flush(self, note_use: bool) -> None:
         self.store.flush(note_use=note_use)
-        self.flushed = self.model - self.unsure
+        self.flushed = set(self.model)
 
     @rule(flush=st.booleans())
     def start_again(self, flush: bool) -> None:
@@ -250,7 +248,6 @@ class NvmeMachine(RuleBasedStateMachine):
             promote(self.store, keys, **KINDS[number])
         assert self.ready() >= self.model
         self.model = self.ready()
-        self.unsure = self.model - self.flushed
 
     @rule(
         flush=st.booleans(),
@@ -286,7 +283,6 @@ class NvmeMachine(RuleBasedStateMachine):
         used = sum(path.stat().st_blocks * 512 for path in self.directory.glob("segment-*"))
         assert used <= self.asked.capacity
         self.flushed &= self.model
-        self.unsure &= self.model
         self.before, self.now = self.now, self.moment()
 
     def teardown(self) -> None:
