@@ -123,25 +123,6 @@ def test_bytes_come_back_and_no_other_page_is_touched(
         assert set(pool.copied_bytes) == {way}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32])
-def test_elements_come_back_and_the_rest_is_nan(arena, make_pool, dtype):
-    blocks = torch.full((NUM_PAGES, NUM_LAYERS, 2, 1024), torch.nan, device="cuda").to(dtype)
-    kept = torch.randn(4, NUM_LAYERS, 2, 1024, device="cuda").to(dtype)
-    blocks[4:8] = kept
-    rows = blocks.view(torch.uint8).reshape(NUM_PAGES, -1)
-    steps = even_steps(NUM_LAYERS, rows.shape[1] // NUM_LAYERS)
-    part = part_of(Region(pages=rows, steps=steps))
-    pool, slots = make_pool(part), reserve(arena, 4, rows.shape[1])
-    stream = torch.cuda.current_stream()
-    pool.save(arena, part, np.arange(4, 8), slots, pool.mark(stream)).wait()
-    blocks.view(torch.uint8).fill_(0xFF)
-    pool.fence(stream)
-    pool.load(arena, [Load(part, slots, np.array([9, 1, 5, 0]))], stream).wait()
-    assert torch.equal(blocks[[9, 1, 5, 0]].float(), kept.float())
-    others = [page for page in range(NUM_PAGES) if page not in (9, 1, 5, 0)]
-    assert blocks[others].float().isnan().all()
-
-
 def test_regions_and_parts_land_where_they_belong(arena, make_pool):
     whole = (LayerRange(tuple(range(NUM_LAYERS)), 0, 4096),)
     own = part_of(pages_of(SMALL, gap=64), region(NUM_PAGES, whole, device="cuda"))
@@ -254,23 +235,9 @@ def test_copies_run_beside_kernels(arena, make_pool):
     torch.cuda.synchronize()
 
 
-def test_a_thread_that_never_used_the_gpu_saves(arena, make_pool):
+def test_a_thread_that_never_used_the_gpu_saves_and_ends_no_capture_of_a_graph(arena, make_pool):
     part = part_of(pages_of(SMALL))
     random_bytes(part.regions[0].pages)
-    pool, slots = make_pool(part), reserve(arena, 4, SMALL)
-    mark = pool.mark(torch.cuda.current_stream())
-    thread = threading.Thread(
-        target=lambda: pool.save(arena, part, np.arange(4), slots, mark).wait()
-    )
-    thread.start()
-    thread.join()
-    found = np.stack(slot_views(arena, slots, SMALL))
-    assert (found == part.regions[0].pages[:4].cpu().numpy()).all()
-    assert pool.copied_bytes.total() == 4 * SMALL
-
-
-def test_what_other_threads_copy_ends_no_capture_of_a_graph(arena, make_pool):
-    part = part_of(pages_of(SMALL))
     pool, slots = make_pool(part), reserve(arena, 4, SMALL)
     mark, is_over = pool.mark(torch.cuda.current_stream()), threading.Event()
     num_saves, numbers = 0, torch.ones(1024, device="cuda")
@@ -299,6 +266,8 @@ def test_what_other_threads_copy_ends_no_capture_of_a_graph(arena, make_pool):
     finally:
         is_over.set()
         thread.join()
+    found = np.stack(slot_views(arena, slots, SMALL))
+    assert (found == part.regions[0].pages[:4].cpu().numpy()).all()
 
 
 # -- the arena's memory -------------------------------------------------------------------------

@@ -3,24 +3,19 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
 import torch
 
+from tests.forks import run
 from tests.gpu import proof
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the command itself runs this there")
 def test_it_leaves_all_figures_in_one_file(tmp_path):
-    command = [sys.executable, proof.__file__, "--cpu", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [*command, "--only", "copies", "--only", "prompts"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = (sys.executable, proof.__file__, "--cpu", "--out", tmp_path)
+    done = run(*command, "--only", "copies", "--only", "prompts")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Failed: nothing" in done.stdout
     found = json.loads((tmp_path / "gpu.json").read_text())
