@@ -39,10 +39,6 @@ class Tier:
             rank=lambda some: self.policy.rank(some, now=now),
         )
 
-    def evict(self, victims: Array) -> None:
-        """Evict slots that `next_to_go` has returned."""
-        slots.evict(self.tables, victims)
-
     def reserve(self, keys: Array, *, parent: Array | None, depth: int) -> slots.Reservation:
         """Reserve slots for those of `keys` that are missing; there is room for them."""
         made = slots.reserve(
@@ -57,10 +53,6 @@ class Tier:
         )
         assert made is not None
         return made
-
-    def commit(self, made: slots.Reservation) -> None:
-        """Let the blocks of a reservation be found from now on."""
-        slots.commit(self.tables, made, np.zeros(len(made.slots), dtype="<u8"))
 
 
 class Life:
@@ -119,10 +111,10 @@ class Life:
                 victims = self.tier.next_to_go(short, protect=found, now=self.now)[:short]
             yield victims
             self.victims += victims.tolist()
-            self.tier.evict(victims)
+            slots.evict(tables, victims)
             parent = keys[first - 1 : first] if first else None
             made = self.tier.reserve(keys[first:], parent=parent, depth=first)
-            self.tier.commit(made)
+            slots.commit(tables, made, np.zeros(len(made.slots), dtype="<u8"))
             if len(made.slots):
                 rows = first + made.rows
                 before = int(found[-1]) if first else -1
