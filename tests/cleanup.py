@@ -41,12 +41,13 @@ def main() -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def processes_of(session: str) -> list[psutil.Process]:
+def processes_of(session: str, *, by: str = MARK) -> list[psutil.Process]:
     """Return the living processes of a session, but for this one; daemons have no parent to tell.
 
-    Ray's workers write their titles over their environment, and are found by their parents.
+    They have `session` in their variable `by`. Ray's workers write their titles over their
+    environment, and are found by their parents.
     """
-    mark = f"{MARK}={session}\0".encode()
+    mark = f"{by}={session}\0".encode()
     found: set[psutil.Process] = set()
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.Error):

@@ -260,21 +260,9 @@ SHM_BEFORE = frozenset(_shm_names())
 
 
 def _session_processes() -> list[psutil.Process]:
-    """Return every process of this session, or worker, but this one and the one that cleans up.
-
-    Unlike the process tree this finds daemons, whose parent is gone.
-    """
-    marker = f"{'HOME' if IS_WORKER else cleanup.MARK}={SCRATCH}\0".encode()
-    ours = {os.getpid(), *(one.pid for one in CLEANUP)}
-    found = []
-    for process in psutil.process_iter():
-        try:
-            environ = Path(f"/proc/{process.pid}/environ").read_bytes()
-        except OSError:
-            continue  # ended, or another user's
-        if process.pid not in ours and marker in environ:
-            found.append(process)
-    return found
+    """Return every process of this session, or worker, but this one and the one that cleans up."""
+    found = cleanup.processes_of(str(SCRATCH), by="HOME" if IS_WORKER else cleanup.MARK)
+    return [process for process in found if process.pid not in {one.pid for one in CLEANUP}]
 
 
 def _is_foreign(path: Path) -> bool:
