@@ -57,9 +57,6 @@ def running_kvray(
         process.communicate()
 
 
-"""Takes the command's arguments, and variables by keyword."""
-
-
 class Forks:
     """The process that forks; `close` ends it."""
 

@@ -6,7 +6,6 @@ concern of the tests.
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from kvray.config.sections import json_schema
 from kvray.dashboards import ALERTS, package_file
+from tests.forks import run
 
 CHART = Path(__file__).parents[1] / "examples" / "helm" / "kvray"
 SCHEMA = CHART / "values.schema.json"
@@ -75,13 +75,7 @@ def write_copies() -> None:
 def _run(values: dict[str, Any]) -> Any:
     if importlib.util.find_spec("helm_python") is None:
         pytest.skip("helm-python-sdk has no wheel for this machine")
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, CHART, json.dumps(values)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run(sys.executable, "-c", _PROGRAM, CHART, json.dumps(values), timeout=60)
     if done.returncode:
         raise Refused(done.stderr.strip())
     return json.loads(done.stdout)
