@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from kvray.errors import KVRayError
 from kvray.lab.chaos.machine import Machine, actors_of
 from kvray.lab.chaos.network import why_impossible
 from tests.kit.ray.cluster import OFTEN
+from tests.kit.ray.command_line import Shell, open_shell
 from tests.kit.ray.engine import Engine
 from tests.waiting import wait_for
 
@@ -95,7 +97,7 @@ def is_empty() -> bool:
     """Clear the tier; return whether no block is left, as what a dead engine has leased is."""
     with contextlib.suppress(KVRayError):
         tier.clear(timeout_s=TIMEOUT_S)
-        (shard,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
+        shard = shard_status()
         return "arena" in shard and not shard["arena"]["blocks"]
     return False
 
@@ -111,6 +113,13 @@ def machine() -> Iterator[Machine]:
 def wired_machine() -> Iterator[Machine]:
     """Two nodes with cables, where this machine allows that; otherwise as `machine`."""
     with Machine(has_network=why_impossible() is None) as made:
+        yield made
+
+
+@pytest.fixture
+def shell(request: pytest.FixtureRequest) -> Iterator[Shell]:
+    """A user's shell with the name of a tier that each test file has for itself."""
+    with open_shell(request.module.__name__.rpartition("_")[2]) as made:
         yield made
 
 
@@ -133,3 +142,22 @@ def actor_process(local: LocalRay, kind: str) -> psutil.Process:
     found = actors_of(psutil.Process(local.pid).children(recursive=True), kind)
     assert len(found) == 1, found
     return found[0]
+
+
+@contextlib.contextmanager
+def frozen(*processes: psutil.Process) -> Iterator[None]:
+    """Have processes stand still for the time of a block, which they need not outlive."""
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+def shard_status(timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+    """Return what the tier says of its only shard."""
+    (shard,) = tier.status(timeout_s=timeout_s)["shards"]
+    return dict(shard)

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +18,13 @@ from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
 from kvray.lab.chaos.schedule import KINDS
 from tests.kit.ray.cluster import open_two_nodes
-from tests.kit.ray.command_line import ROOT, SHM, Shell, open_shell
+from tests.kit.ray.command_line import ROOT, SHM, Shell
 from tests.waiting import HANG_S, wait_for
 
 pytestmark = pytest.mark.ray
 
 NO_NETWORK = why_impossible()
 TIMEOUT_S = 1200.0
-SHORT = ("--duration", "20", "--gap", "1", "--seed", "5")
-KEYS = {
-    "faults_injected",
-    "faults",
-    "requests",
-    "wrong_tokens",
-    "engine_deaths",
-    "hung_requests",
-    "hit_tokens_ratio",
-    "stall_ms_p99",
-    "recovery_s_max",
-    "unsettled_nodes",
-}
-MOVES = ("drain", "call_off", "preempt", "join")
-
-
-@pytest.fixture
-def shell() -> Iterator[Shell]:
-    with open_shell("chaos") as shell:
-        yield shell
 
 
 def play(shell: Shell, *options: str) -> dict[str, Any]:
@@ -56,7 +35,6 @@ def play(shell: Shell, *options: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(stdout)
     assert process.returncode == 0, json.dumps(found["failures"], indent=2) + stderr
     assert shell.leftovers() == []
-    assert found.keys() >= KEYS
     return found
 
 
@@ -69,34 +47,15 @@ def check(found: dict[str, Any]) -> None:
     assert found["faults_injected"] == sum(found["faults"].values()) > 0
     assert found["in_flight_min"] >= 10
     assert found["requests"] > 0
+    assert {"stall_ms_p99", "recovery_s_max"} <= found.keys()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("options", "skipped"),
-    [
-        (
-            ("--nodes", "1", "--replicas", "1", "--no-network"),
-            {"cut_link", "slow_link", "drain", "preempt"},
-        ),
-        ((), set() if NO_NETWORK is None else {"cut_link", "slow_link"}),
-    ],
-    ids=["one node", "two nodes"],
-)
-def test_nothing_wrong_is_answered_and_nothing_hangs_under_fire(shell, options, skipped):
-    found = play(shell, *options, *SHORT)
+def test_nothing_wrong_is_answered_and_nothing_hangs_under_fire_on_one_node(shell):
+    alone = ("--nodes", "1", "--replicas", "1", "--no-network", "--duration", "20", "--gap", "1")
+    found = play(shell, *alone, "--seed", "5")
     check(found)
-    assert skipped <= set(found["skipped_kinds"])
-    assert bool(found["skipped_kinds"]) == bool(skipped)
-
-
-@pytest.mark.long
-def test_nothing_wrong_is_answered_and_nothing_hangs_while_nodes_go_and_come(shell):
-    only = [word for kind in MOVES for word in ("--only", kind)]
-    found = play(shell, "--nodes", "3", "--duration", "240", "--gap", "5", "--seed", "3", *only)
-    check(found)
-    assert found["faults"].keys() == set(MOVES)
-    assert found["joined"]["requests"] > 0
+    assert {"cut_link", "slow_link", "drain", "preempt"} <= set(found["skipped_kinds"])
 
 
 @pytest.mark.long
@@ -104,25 +63,21 @@ def test_ten_minutes_under_fire(shell):
     found = play(shell, "--nodes", "3", "--duration", "600", "--gap", "2", "--seed", "1")
     check(found)
     assert found["faults_injected"] >= 200
+    assert bool(found["skipped_kinds"]) == (NO_NETWORK is not None)
     possible = {kind.name for kind in KINDS} - set(found["skipped_kinds"])
-    assert found["faults"].keys() == possible
+    assert found["faults"].keys() == possible, "nodes go and come, too"
+    assert found["joined"]["requests"] > 0
     assert found["hit_tokens_ratio"] >= 0.5
 
 
 @pytest.mark.long
 def test_an_interrupted_run_leaves_nothing(shell):
     before = set(os.listdir(SHM))
-    done = shell.interrupt(
-        "chaos", "--no-network", when=lambda: engines_run(shell), signum=signal.SIGINT
-    )
+    options = ("chaos", "--no-network")
+    done = shell.interrupt(*options, when=shell.has_engines, signum=signal.SIGINT)
     assert done.returncode == 130, done.stderr
     assert shell.leftovers() == []
     assert not [name for name in set(os.listdir(SHM)) - before if name.startswith("kvm-")]
-
-
-def engines_run(shell: Shell) -> bool:
-    """Return whether the replicas have started, or are about to."""
-    return sum("kvray.reference.replica_child" in one for one in shell.commands()) == 2
 
 
 STARTING = """
@@ -162,14 +117,13 @@ def test_nodes_with_cables_are_reached_until_one_is_cut():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_stays_of_a_cluster_whose_driver_ends(signum):
+def test_nothing_stays_of_a_cluster_whose_driver_is_killed():
     command = [sys.executable, "-c", STARTING]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         directory, shm = map(Path, driver.stdout.readline().split())
         assert processes_of(directory)
-        driver.send_signal(signum)
+        driver.kill()
         driver.wait(HANG_S)
     wait_for(lambda: not (directory.exists() or shm.exists()), "cleaning up")
     assert processes_of(directory) == []

@@ -154,11 +154,12 @@ class Watched:
     def wait_for_values(self, expressions: Iterable[str]) -> None:
         """Return once each of them has had a value."""
         left = [*expressions]
-        deadline = time.monotonic() + HANG_S
-        while left:
-            left = [one for one in left if not self.prometheus.values(one)]
-            assert time.monotonic() < deadline, f"no data for {left}: {self.shell.shard()}"
-            time.sleep(0.5)
+
+        def are_all() -> bool:
+            left[:] = [one for one in left if not self.prometheus.values(one)]
+            return not left
+
+        wait_for(are_all, left)
 
     def keep_arena_busy(self) -> None:
         """Hold the arena's lock longer than the engine waits, so that it drops blocks."""

@@ -3,17 +3,14 @@
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-import kvray
 from kvray.actors.lookup.delta import partition_of
 from kvray.actors.names import LOOKUP_NAME, SHARD_PREFIX, SUPERVISOR_NAME, lookup_name
 from kvray.actors.owner.ownership import sweep
@@ -31,35 +28,56 @@ from kvray.actors.tier.local_ray import LocalRay
 from kvray.actors.tier.rollout import Observer, Rollout
 from kvray.client import Client
 from kvray.config import KVRayConfig
-from kvray.errors import ConfigError, ShardUnavailable
+from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.identity.block import BlockKey
 from kvray.index import Run
-from kvray.store.arena.layout import FORMAT_VERSION
-from tests.kit.ray.command_line import Shell, open_shell
 from tests.kit.ray.engine import Engine
-from tests.ray.conftest import TIMEOUT_S, actor_process, config_with
+from tests.ray.conftest import TIMEOUT_S, actor_process, config_with, frozen, shard_status
 from tests.unit.store.small_arena import chain
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.anyio]
 
-StartEngine = Callable[[KVRayConfig], Engine]
 KEYS = chain(5)
+FETCHED = "fetch(link.arena, chain(5), link.arena.lease(chain(5))[0])"
+"""An engine reads every block and compares its bytes."""
 
 
 @pytest.fixture
-def one(running: KVRayConfig, engine: StartEngine) -> Engine:
+def one(running: KVRayConfig, engine: Callable[[KVRayConfig], Engine]) -> Engine:
     """An engine that has stored 5 blocks, of which the lookup knows."""
     made = engine(running)
-    made.say("link.register(registration)")
+    assert made.say("link.register(registration)") == "None"
     made.say("store(link.arena, chain(5)) and None")
-    wait_until_known(running)
+    wait_until_known()
     return made
 
 
-def shard_status() -> dict[str, object]:
-    (status,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
-    return dict(status)
+class Life:
+    """An engine that stays attached to a tier, and what the tier was when it had its blocks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.shard = shard_status()
+
+    def check_kept(self, shard: dict[str, Any], *, restarts: int = 1) -> None:
+        """Check that the blocks are those from before, in the same arena, and the engine lives."""
+        before, now = self.shard["arena"], shard["arena"]
+        assert now["arena_id"] == before["arena_id"]
+        assert now["shard_epoch"] == before["shard_epoch"] + restarts
+        assert (shard["pid"] == self.shard["pid"]) == (restarts == 0)
+        assert self.engine.say(FETCHED) == "True"
+        wait_until_known()
+        wait_for(lambda: _replicas() == ["one"], "the engine's registering again")
+
+
+@pytest.fixture
+def life(one: Engine) -> Life:
+    return Life(one)
+
+
+def _replicas() -> list[str]:
+    return [one["replica"] for one in shard_status()["replicas"] if one["connected"]]
 
 
 def epoch() -> int:
@@ -76,27 +94,24 @@ def matched(client: Client, keys: list[BlockKey] = KEYS) -> int:
         return -1
 
 
-def wait_until_known(config: KVRayConfig) -> None:
-    with Client(config) as client:
+def wait_until_known() -> None:
+    with Client(config_with()) as client:
         wait_for(lambda: matched(client) == 5, "what is known")
 
 
-def test_a_killed_shard_adopts_its_arena_and_engines_go_on(running, local, one):
-    before = epoch()
+def test_a_killed_shard_adopts_its_arena_and_engines_go_on(running, local, life):
     actor_process(local, "Shard").kill()
-    one.say("store(link.arena, chain(3, seed='meanwhile')) and None")
-    wait_for(lambda: epoch() == before + 1, "the restart")
-    assert one.say("fetch(link.arena, chain(5), link.arena.lease(chain(5))[0])") == "True"
+    life.engine.say("store(link.arena, chain(3, seed='meanwhile')) and None")
+    wait_for(lambda: epoch() == life.shard["arena"]["shard_epoch"] + 1, "the restart")
+    life.check_kept(shard_status())
     with Client(running) as client:
         wait_for(lambda: client.match(chain(3, seed="meanwhile")).num_blocks == 3)
-        assert client.match(KEYS).num_blocks == 5
-    wait_for(lambda: shard_status()["replicas"], "registering again")
 
 
 def test_a_killed_lookup_asks_the_shards_for_everything(running, local, one):
     before = tier.status(timeout_s=TIMEOUT_S)["lookup"]["pid"]
     actor_process(local, "Lookup").kill()
-    wait_until_known(running)
+    wait_until_known()
     assert tier.status(timeout_s=TIMEOUT_S)["lookup"]["pid"] != before
     (shard,) = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
     lookup = get_actor(LOOKUP_NAME)
@@ -106,19 +121,10 @@ def test_a_killed_lookup_asks_the_shards_for_everything(running, local, one):
 
 
 def test_a_lookup_that_restarts_beside_a_frozen_supervisor_hears_of_the_shards(running, local, one):
-    frozen, killed = actor_process(local, "Supervisor"), actor_process(local, "Lookup")
-    frozen.send_signal(signal.SIGSTOP)
-    try:
+    killed = actor_process(local, "Lookup")
+    with frozen(actor_process(local, "Supervisor")):
         killed.kill()
-
-        def is_known() -> bool:
-            with contextlib.suppress(ShardUnavailable):
-                return located(0, KEYS) == 5
-            return False
-
-        wait_for(is_known, "a shard that names itself")
-    finally:
-        frozen.send_signal(signal.SIGCONT)
+        wait_for(lambda: located(0, KEYS) == 5, "a shard that names itself")
 
 
 def is_supervised() -> bool:
@@ -142,7 +148,7 @@ def test_a_part_that_was_ended_for_good_is_recreated(running, one, prefix):
     ray.kill(get_actor(name))
     if prefix == SHARD_PREFIX:
         wait_for(lambda: epoch() == before + 1, "a new shard")
-    wait_until_known(running)
+    wait_until_known()
 
 
 def test_down_removes_everything_when_every_part_is_dead(running, local, one):
@@ -157,43 +163,26 @@ def test_down_removes_everything_when_every_part_is_dead(running, local, one):
 
 
 def test_down_ends_parts_that_hang(running, local, one):
-    frozen = [actor_process(local, kind) for kind in ("Supervisor", "Shard", "Lookup")]
-    for process in frozen:
-        process.send_signal(signal.SIGSTOP)
-    began = time.monotonic()
-    try:
+    with frozen(*(actor_process(local, kind) for kind in ("Supervisor", "Shard", "Lookup"))):
+        began = time.monotonic()
         assert tier.down(timeout_s=1.0, config=running)
-        took = time.monotonic() - began
-        assert took < 15
+        assert time.monotonic() - began < 15
         sweep(running.node_dir, 10.0)
         assert not running.node_dir.exists()
         assert list_actors() == []
-    finally:
-        for process in frozen:
-            if process.is_running():
-                process.kill()
-
-
-def test_status_tells_which_shard_hangs(running, local):
-    process = actor_process(local, "Shard")
-    process.send_signal(signal.SIGSTOP)
-    try:
-        (shard,) = tier.status(timeout_s=1.0)["shards"]
-    finally:
-        process.send_signal(signal.SIGCONT)
-    assert shard["state"] == "unreachable"
-    assert shard["shard"].startswith(SHARD_PREFIX)
 
 
 @pytest.mark.parametrize("kind", ["Lookup", "Shard"])
-def test_a_frozen_part_is_ended_and_restarted(kind, running, local, one):
-    frozen = actor_process(local, kind)
+def test_a_frozen_part_is_shown_ended_and_restarted(kind, running, local, one):
+    process = actor_process(local, kind)
     time.sleep(3.0)  # in which the supervisor hears from each part, mostly
-    frozen.send_signal(signal.SIGSTOP)
+    process.suspend()
+    status = tier.status(timeout_s=1.0)
+    part = status["lookup"] if kind == "Lookup" else status["shards"][0]
+    assert part["state"] == "unreachable"
     # One that froze before it answered the supervisor for the first time is given long to start.
-    end = f"the end of a frozen {kind}"
-    wait_for(lambda: not frozen.is_running(), end)
-    wait_until_known(running)
+    wait_for(lambda: not process.is_running(), f"the end of a frozen {kind}")
+    wait_until_known()
 
 
 def seed_of(partition: int) -> str:
@@ -212,8 +201,11 @@ def partitions() -> list[dict[str, Any]]:
 
 
 def located(partition: int, keys: list[BlockKey]) -> int:
-    """Return the blocks of `keys` that a partition knows."""
-    runs = call(get_actor(lookup_name(partition)).locate, b"".join(keys), timeout_s=TIMEOUT_S)
+    """Return the blocks of `keys` that a partition knows; -1 while it does not answer."""
+    try:
+        runs = call(get_actor(lookup_name(partition)).locate, b"".join(keys), timeout_s=TIMEOUT_S)
+    except ShardUnavailable:
+        return -1
     return runs[-1].stop if runs else 0
 
 
@@ -288,20 +280,15 @@ def other(local: LocalRay) -> Iterator[Any]:
     end(made)
 
 
-async def test_answers_and_errors_come_back(other):
+async def test_answers_and_errors_come_back_from_the_tier_that_the_caller_means(other):
     call = ActorCalls()
+    with tier_named("another"), pytest.raises(ShardUnavailable, match="tier 'another' has no"):
+        await call(NAME, "echo", 5, timeout_s=TIMEOUT_S)
     assert await call(NAME, "echo", 5, timeout_s=TIMEOUT_S) == 5
     with pytest.raises(ConfigError, match="No"):
         await call(NAME, "refuse", timeout_s=TIMEOUT_S)
     with pytest.raises(ShardUnavailable, match="a defect"):
         await call(NAME, "fail", timeout_s=TIMEOUT_S)
-
-
-async def test_the_tier_is_meant_that_the_caller_means(other):
-    call = ActorCalls()
-    with tier_named("another"), pytest.raises(ShardUnavailable, match="tier 'another' has no"):
-        await call(NAME, "echo", 5, timeout_s=TIMEOUT_S)
-    assert await call(NAME, "echo", 5, timeout_s=TIMEOUT_S) == 5
 
 
 async def test_what_is_late_is_not_waited_for_and_harms_no_later_call(other):
@@ -344,42 +331,6 @@ async def test_while_ray_tells_of_no_actor_few_threads_ask(local, monkeypatch):
     assert len(asked) == 4
 
 
-NUM_BLOCKS = 5
-FETCHED = f"fetch(link.arena, chain({NUM_BLOCKS}), link.arena.lease(chain({NUM_BLOCKS}))[0])"
-"""An engine reads every block and compares its bytes."""
-
-
-class Life:
-    """An engine that stays attached to a tier, and what the tier was when it stored its blocks."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        assert engine.say("link.register(registration)") == "None"
-        engine.say(f"store(link.arena, chain({NUM_BLOCKS})) and None")
-        (self.shard,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
-
-    def check_kept(self, shard: dict[str, Any], *, restarts: int = 1) -> None:
-        """Check that the blocks are those from before, in the same arena, and the engine lives."""
-        before, now = self.shard["arena"], shard["arena"]
-        assert now["arena_id"] == before["arena_id"]
-        assert now["shard_epoch"] == before["shard_epoch"] + restarts
-        assert (shard["pid"] == self.shard["pid"]) == (restarts == 0)
-        assert self.engine.say(FETCHED) == "True"
-        with Client(config_with()) as client:
-            wait_for(lambda: client.match(chain(NUM_BLOCKS)).num_blocks == NUM_BLOCKS, "the lookup")
-        wait_for(lambda: _replicas() == ["one"], "the engine's registering again")
-
-
-@pytest.fixture
-def life(running: KVRayConfig, engine: StartEngine) -> Life:
-    return Life(engine(running))
-
-
-def _replicas() -> list[str]:
-    (shard,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
-    return [replica["replica"] for replica in shard["replicas"] if replica["connected"]]
-
-
 def rolled_out(config: KVRayConfig, **options: Any) -> tuple[list[dict[str, Any]], list[str]]:
     """Bring the tier to a configuration; return its shards, and what is said to be done."""
     done: list[str] = []
@@ -414,7 +365,7 @@ def test_other_settings_of_a_shard_come_with_a_new_one_that_keeps_the_arena(loca
 def _free_target(name: str) -> object:
     try:
         build = call(get_actor(name).build_info, timeout_s=1.0)
-    except kvray.errors.ShardUnavailable:
+    except ShardUnavailable:
         return None  # Ray is about to start it
     return build["settings"]["arena.free_target"]
 
@@ -441,8 +392,7 @@ def test_a_new_arena_is_made_only_when_it_is_meant_and_engines_follow(running, l
     larger = config_with(arena__capacity="32MiB")
     with pytest.raises(ConfigError, match=r"arena\.capacity is 32MiB now and was 16MiB.*recreate"):
         tier.up(larger, timeout_s=TIMEOUT_S)
-    (shard,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
-    life.check_kept(shard, restarts=0)
+    life.check_kept(shard_status(), restarts=0)
     (shard,) = tier.up(larger, timeout_s=TIMEOUT_S, rollout=Rollout(recreate=True))
     assert shard["arena"]["capacity_bytes"] == 32 * 2**20
     assert shard["arena"]["blocks"] == 0
@@ -451,94 +401,20 @@ def test_a_new_arena_is_made_only_when_it_is_meant_and_engines_follow(running, l
 
 
 def test_a_shard_that_failed_over_its_settings_is_mended_by_an_up_with_better_ones(running, life):
-    with pytest.raises(kvray.errors.KVRayError, match="NVMe tier"):
+    with pytest.raises(KVRayError, match="NVMe tier"):
         tier.up(config_with(nvme__dir="/proc/nowhere"), timeout_s=TIMEOUT_S)
     (shard,) = tier.up(running, timeout_s=TIMEOUT_S)
     assert shard["state"] == "serving"
     assert life.engine.say(FETCHED) == "True"
 
 
-def test_shards_of_nodes_that_are_not_meant_any_more_end(running):
-    shards, done = rolled_out(config_with(shard__resource="kvray_shard"), wait=False)
+def test_shards_of_nodes_that_are_not_meant_any_more_end_and_up_says_that_no_node_is(running):
+    lacking = config_with(shard__resource="kvray_shard", shard__label="tier=kv")
+    shards, done = rolled_out(lacking, wait=False)
     assert shards == []
     assert any("no longer among those that get a shard" in sentence for sentence in done)
     assert not running.node_dir.exists()
     assert not any(name.startswith("kvray-shard-") for name in list_actors())
-
-
-# -- other code, as a user installs it ------------------------------------------------------------
-
-
-class Installation:
-    """A shell with a copy of kvray of its own, which a test may change, and a tier that runs it."""
-
-    def __init__(self, shell: Shell, package: Path) -> None:
-        shutil.copytree(Path(kvray.__file__).parent, package)
-        shell.environ["PYTHONPATH"] = str(package.parent)
-        self.shell = shell
-        self._package = package
-
-    def replace(self, module: str, old: str, new: str) -> None:
-        """Install another version of a module over the one that is there."""
-        path = self._package / module
-        text = path.read_text()
-        assert text.count(old) == 1
-        path.write_text(text.replace(old, new))
-
-    def say(self, *args: str, status: int = 0) -> str:
-        """Run a command; return what it said."""
-        done = self.shell.run(*args)
-        assert done.returncode == status, done.stderr
-        return done.stdout + done.stderr
-
-    def shard(self) -> dict[str, Any]:
-        return self.shell.shard()
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
-    with open_shell("upgrade") as shell:
-        made = Installation(shell, tmp_path_factory.mktemp("site") / "kvray")
-        assert "It would be started, with a Ray on this machine" in made.say("up", "--plan")
-        assert shell.leftovers() == []
-        made.say("up")
-        yield made
-        made.say("down")
-        assert shell.leftovers() == []
-
-
-@pytest.mark.long
-def test_up_goes_on_with_the_installed_code_and_the_same_blocks(installed):
-    before = installed.shard()
-    engine = Engine(installed.shell.node_dir)
-    try:
-        engine.say(f"store(link.arena, chain({NUM_BLOCKS})) and None")
-        assert "Nothing would be done" in installed.say("up", "--plan")
-        installed.replace("__init__.py", kvray.__version__, "0.99.0")
-        change = f"kvray is 0.99.0 now and was {kvray.__version__}."
-        assert installed.say("up", "--plan").count(f"would be restarted: {change}") == 3
-        assert installed.shard()["pid"] == before["pid"]
-
-        done = installed.say("up")
-        assert done.count(f"was restarted: {change}") == 3
-        assert f"{NUM_BLOCKS} blocks in memory as before" in done
-        after = installed.shard()
-        assert after["arena"]["arena_id"] == before["arena"]["arena_id"]
-        assert after["arena"]["shard_epoch"] == before["arena"]["shard_epoch"] + 1
-        assert engine.say(FETCHED) == "True"
-        assert "was restarted" not in installed.say("up")
-    finally:
-        engine.close()
-
-
-@pytest.mark.long
-def test_other_code_that_costs_blocks_says_so_and_waits_for_a_word(installed):
-    before = installed.shard()["arena"]
-    was = f"FORMAT_VERSION = {FORMAT_VERSION}"
-    installed.replace("store/arena/layout.py", was, "FORMAT_VERSION = 99")
-    refused = installed.say("up", status=2)
-    assert f"the arena's format is 99 now and was {FORMAT_VERSION}" in refused
-    assert "--recreate" in refused
-    assert installed.shard()["arena"]["shard_epoch"] == before["shard_epoch"]
-    assert "was restarted" in installed.say("up", "--recreate")
-    assert installed.shard()["arena"]["arena_id"] != before["arena_id"]
+    sentence = "has the resource 'kvray_shard' and label 'tier=kv'; start nodes"
+    with pytest.raises(ConfigError, match=sentence):
+        tier.up(lacking, timeout_s=5.0)

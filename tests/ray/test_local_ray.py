@@ -6,11 +6,14 @@ import socket
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 
-from kvray.actors.tier import connection, local_ray
+from kvray.actors.tier import connection, launch, local_ray
+from kvray.config import load_config
 from kvray.errors import ConfigError, ShardUnavailable
+from tests import forks
 from tests.kit.ray.command_line import ROOT
 from tests.waiting import HANG_S
 
@@ -39,6 +42,16 @@ def test_what_a_killed_start_left_is_ended_by_the_next():
     assert not local_ray.local_dir(name).exists()
 
 
+def test_who_may_not_end_a_tier_does_not_end_its_ray_either(monkeypatch):
+    for name in ("local_ray", "connection", "_end_local_ray"):
+        monkeypatch.setattr(launch, name, Mock())
+    refuse = Mock(side_effect=ConfigError("This tier is ended with a token only."))
+    monkeypatch.setattr(launch, "ask_to_be_admitted", refuse)
+    with pytest.raises(ConfigError, match="with a token only"):
+        launch.take_down(load_config(environ={}))
+    launch._end_local_ray.assert_not_called()
+
+
 CONNECT = f"""
 from kvray.config import load_config
 config = load_config(overrides={{'cluster_name': 'pytest-{os.getpid()}-t'}})
@@ -49,15 +62,9 @@ connection.connect_configured(config)
 
 def run(code: str, **environ: str) -> "subprocess.CompletedProcess[str]":
     """Run `code` in a process that has no connection to Ray yet."""
-    return subprocess.run(
-        [sys.executable, "-c", f"from kvray.actors.tier import connection\n{code}"],
-        cwd=ROOT,
-        env=os.environ | environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    code = f"from kvray.actors.tier import connection\n{code}"
+    options = {"cwd": ROOT, "env": os.environ | environ, "timeout": 60}
+    return forks.run(sys.executable, "-c", code, **options)
 
 
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1", ":6379", "host:", "ray://a:10001"])
@@ -102,11 +109,6 @@ def _answering(listener: socket.socket, answer: bytes | None) -> int:
     client.sendall(answer or b"")
     client.close()
     os._exit(0)
-
-
-def test_without_a_local_tier_its_name_is_told():
-    done = run(CONNECT.replace(f"pytest-{os.getpid()}-t", "nobodys"))
-    assert "No local tier named 'nobodys' is running; start it with `kvray up`" in done.stderr
 
 
 @pytest.mark.parametrize("token", ["", "0" * 64])

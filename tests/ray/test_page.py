@@ -14,7 +14,13 @@ from playwright.sync_api import Browser, Page, expect
 
 from kvray.lab.chaos.machine import Machine
 from tests.browser import NO_BROWSER, PHONE, complaints_of, is_too_wide, open_browser, open_page
-from tests.kit.ray.cluster import SETTINGS, TwoNodes, again_and_again, open_tier, prompt_of
+from tests.kit.ray.cluster import (
+    SETTINGS,
+    TwoNodes,
+    again_and_again,
+    open_tier,
+    prompts_that_begin_alike,
+)
 
 pytestmark = [
     pytest.mark.ray,
@@ -56,14 +62,10 @@ def served(machine: Machine, config_path: Path) -> Iterator[str]:
 @contextlib.contextmanager
 def load(tier: TwoNodes) -> Iterator[None]:
     """Have a replica on each node answer prompts of which some begin alike, more than fit."""
-    chance = random.Random(7)
-    heads = [prompt_of(number, 480) for number in range(96)]
-    replicas = [tier.spawn(number, num_blocks=64) for number in range(2)]
+    prompts, replicas = prompts_that_begin_alike(), [tier.spawn(n, num_blocks=64) for n in range(2)]
 
     def ask(_: int) -> None:
-        head = heads[int(len(heads) * chance.random() ** 2)]
-        tail = [chance.randrange(3, 250) for _ in range(64)]
-        chance.choice(replicas).generate([[*head, *tail]], max_tokens=2)
+        random.choice(replicas).generate([next(prompts)], max_tokens=2)
 
     try:
         for replica in replicas:
@@ -118,19 +120,3 @@ def test_tier_under_load_is_shown_also_on_a_phone_and_in_the_dark(
             assert not is_too_wide(phone)
             assert not is_too_wide(page)
             assert complaints == [[], []]
-
-
-def test_page_of_a_tier_that_goes_and_comes_says_so(machine, browser):
-    config_path = machine.write_config(SETTINGS, cluster_name="away")
-    with served(machine, config_path) as address, open_page(browser, viewport=PHONE) as page:
-        complaints = complaints_of(page)
-        page.goto(address)
-        shows(page, "#banner", "start the tier with kvray up")
-        assert page.locator("main").is_hidden()
-        with open_tier(machine, "away"):
-            has_two_nodes(page)
-        shows(page, "#banner", "start the tier with kvray up")
-        shows(page, ".age", re.compile(r"These figures are \d+ s old"))
-        assert page.title().startswith("GONE")
-        assert not is_too_wide(page)
-        assert complaints == []

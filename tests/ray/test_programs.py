@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,12 @@ import pytest
 import kvray
 from kvray.actors.ray_glue.calls import list_actors
 from kvray.lab.demo.play import shareable_tokens
-from tests.kit.ray.command_line import ROOT, SHM, Shell, open_shell
+from tests.forks import run
+from tests.kit.ray.command_line import ROOT, SHM, Shell
 
 pytestmark = pytest.mark.ray
 
 EXAMPLES = ROOT / "examples"
-
-
-@pytest.fixture
-def shell() -> Iterator[Shell]:
-    with open_shell("programs") as shell:
-        yield shell
 
 
 def left_of(shell: Shell, program: str) -> list[str]:
@@ -64,22 +58,10 @@ def test_demo_shares_prefixes_and_changes_no_token(demo_shell):
     assert left_of(demo_shell, "demo") == []
 
 
-def ray_begins(shell: Shell) -> bool:
-    return any(shell.directory.glob("kvray-*/ray-start.log"))
-
-
-def engines_run(shell: Shell) -> bool:
-    return sum("kvray.reference.replica_child" in one for one in shell.commands()) == 2
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("moment", "signum"), [(ray_begins, signal.SIGTERM), (engines_run, signal.SIGINT)]
-)
-def test_interrupted_demo_leaves_nothing(demo_shell, moment, signum):
-    done = demo_shell.interrupt(
-        "demo", "--model", "tiny", "--json", when=lambda: moment(demo_shell), signum=signum
-    )
+def test_interrupted_demo_leaves_nothing(demo_shell):
+    command = ("demo", "--model", "tiny", "--json")
+    done = demo_shell.interrupt(*command, when=demo_shell.has_engines, signum=signal.SIGINT)
     assert (done.returncode, done.stdout) == (130, ""), done.stderr
     assert left_of(demo_shell, "demo") == []
 
@@ -194,7 +176,7 @@ def missing() -> str | None:
     for program in ("unshare", "ip", "ssh", "ssh-keygen", "rsync", "/usr/sbin/sshd"):
         if shutil.which(program) is None:
             return f"needs {program}"
-    if subprocess.run([*NAMESPACES, "true"], check=False, capture_output=True).returncode:
+    if run(*NAMESPACES, "true").returncode:
         return "this machine lets nobody make namespaces"
     return None
 
@@ -204,15 +186,8 @@ def missing() -> str | None:
 def test_ray_up_launches_a_head_whose_tier_outlives_a_second_ray_up():
     if (reason := missing()) is not None:
         pytest.skip(reason)
-    done = subprocess.run(
-        [*NAMESPACES, sys.executable, "-m", "tests.kit.ray.on_premise"],
-        check=False,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=850,
-    )
+    command = (*NAMESPACES, sys.executable, "-m", "tests.kit.ray.on_premise")
+    done = run(*command, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=850)
     assert done.returncode == 0, done.stderr[-6000:]
     found = json.loads(done.stdout)
     first, second = found["first"], found["second"]

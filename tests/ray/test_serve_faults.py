@@ -14,7 +14,7 @@ import pytest
 from kvray.actors.tier.local_ray import LocalRay
 from kvray.errors import KVRayError
 from tests.kit.ray.served import Alone, Crowd, Served, crowd_of, end, open_served
-from tests.ray.conftest import actor_process
+from tests.ray.conftest import actor_process, frozen
 from tests.waiting import wait_for
 
 pytest.importorskip("ray.serve")
@@ -123,17 +123,6 @@ def test_a_part_of_the_tier_that_is_gone_or_silent_fails_no_request(
 def freeze(process: psutil.Process, seconds: float = FROZEN_S) -> None:
     with frozen(process):
         time.sleep(seconds)
-
-
-@contextlib.contextmanager
-def frozen(process: psutil.Process) -> Iterator[None]:
-    """Have a process stand still for the time of a block."""
-    process.suspend()
-    try:
-        yield
-    finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.resume()
 
 
 def test_a_replica_that_stands_still_in_mid_answer_breaks_nothing_off(served, alone):

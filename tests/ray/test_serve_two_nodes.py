@@ -1,9 +1,6 @@
 """Engines of one deployment on two nodes: blocks are brought before an engine asks, and traced."""
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,76 +41,51 @@ ONE_A_NODE = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TwoEngines:
-    """An endpoint whose engines are on two nodes, one request at a time each."""
-
-    client: Any
-    teller: cluster.Teller
-    collector: Collector
-    """Gets the spans of every process."""
-
-    def names(self) -> list[str]:
-        shards = self.teller.status()["shards"]
-        return [one["replica"] for shard in shards for one in shard["replicas"]]
-
-    def shard_of(self, replica: str) -> dict[str, Any]:
-        """Return what the shard says with which an engine is registered."""
-        (found,) = [
-            shard
-            for shard in self.teller.status()["shards"]
-            if replica in [one["replica"] for one in shard["replicas"]]
-        ]
-        return dict(found)
-
-    def num_known(self) -> int:
-        """Return how many blocks the lookup knows."""
-        return int(self.teller.status()["lookup"]["keys"])
+def _are_ready(status: dict[str, Any]) -> bool:
+    replicas = [len(shard.get("replicas", [])) for shard in status["shards"]]
+    return [mover["state"] for mover in status["movers"]] == ["serving"] * 2 and replicas == [1, 1]
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoEngines]:
+def shards_by_engine(teller: cluster.Teller) -> dict[str, dict[str, Any]]:
+    """Return engine -> what the shard says with which it is registered."""
+    shards = teller.status()["shards"]
+    return {one["replica"]: shard for shard in shards for one in shard["replicas"]}
+
+
+def test_what_the_engine_of_one_node_computed_is_brought_for_that_of_the_other_and_traced(tmp_path):
     with contextlib.ExitStack() as stack:
         collector, url = stack.enter_context(open_collector())
         otel = {"OTEL_EXPORTER_OTLP_ENDPOINT": url, "OTEL_BSP_SCHEDULE_DELAY": "200"}
         nodes = stack.enter_context(cluster.open_two_nodes(SETTINGS, environ=otel))
         config = str(nodes.config_path)
         environ = {**nodes.machine.environ(), "KVRAY_CONFIG": config}
-        settings: Path = tmp_path_factory.mktemp("two") / "serve.yaml"
-        port = write_settings(
-            settings,
-            deployment=ONE_A_NODE,
-            kvray_config=config,
-            requests_max=1,
-            prefetch_timeout_s=5.0,
-        )
+        settings = tmp_path / "serve.yaml"
+        # One request at a time each.
+        options = {"kvray_config": config, "requests_max": 1, "prefetch_timeout_s": 5.0}
+        port = write_settings(settings, deployment=ONE_A_NODE, **options)
         stack.enter_context(serve_run(settings, port, environ))
         client = stack.enter_context(open_client(port))
-        teller = cluster.Teller(nodes.config_path, environ)
-        stack.callback(teller.close)
+        teller = stack.enter_context(contextlib.closing(cluster.Teller(nodes.config_path, environ)))
         wait_for(lambda: _are_ready(teller.status()), "movers and engines")
         assert len({*map(name_of, engines_of(config))}) == 2
-        yield TwoEngines(client=client, teller=teller, collector=collector)
+        check_a_prompt_of_both(client, teller, collector)
 
 
-def _are_ready(status: dict[str, Any]) -> bool:
-    replicas = [len(shard.get("replicas", [])) for shard in status["shards"]]
-    return [mover["state"] for mover in status["movers"]] == ["serving"] * 2 and replicas == [1, 1]
-
-
-def test_what_the_engine_of_one_node_computed_is_brought_for_that_of_the_other_and_traced(engines):
+def check_a_prompt_of_both(client: Any, teller: cluster.Teller, collector: Collector) -> None:
+    """Ask while the engine that has the prompt is busy, so that the other one answers."""
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     prompts = load_prompts(Settings(model="tiny"), engine="reference")
     num_blocks = len(prompts.chat({"messages": QUESTION})) // BLOCK
-    known = engines.num_known()
-    with ask(engines.client, max_tokens=LONG_TOKENS, stream=True) as stream:
+    known = teller.status()["lookup"]["keys"]
+    with ask(client, max_tokens=LONG_TOKENS, stream=True) as stream:
         next(iter(stream))
         first = stream.response.headers["x-kvray-replica"]
-        wait_for(lambda: engines.num_known() >= known + num_blocks, "the announcement")
-        other = next(name for name in engines.names() if name != first)
-        before = engines.shard_of(other)["staging"]["staged_blocks"]
+        wait_for(
+            lambda: teller.status()["lookup"]["keys"] >= known + num_blocks, "the announcement"
+        )
+        other, shard = next(one for one in shards_by_engine(teller).items() if one[0] != first)
         headers = {"traceparent": f"00-{trace}-{CALLER}-01"}
-        raw = ask(engines.client.with_raw_response, extra_headers=headers)
+        raw = ask(client.with_raw_response, extra_headers=headers)
     assert raw.headers["x-kvray-replica"] == other, "the first engine was busy"
     usage = raw.parse().usage
     shareable = (usage.prompt_tokens - 1) // BLOCK * BLOCK
@@ -121,10 +93,10 @@ def test_what_the_engine_of_one_node_computed_is_brought_for_that_of_the_other_a
     assert usage.prompt_tokens_details.cached_tokens == shareable > 0
     assert usage.prompt_tokens_details.cached_tokens_by_source == by_source
     assert int(raw.headers["x-kvray-cached-tokens"]) >= shareable
-    staging = engines.shard_of(other)["staging"]
-    assert staging["staged_blocks"] - before == num_blocks
+    staged = shards_by_engine(teller)[other]["staging"]["staged_blocks"]
+    assert staged - shard["staging"]["staged_blocks"] == num_blocks
 
-    check_tree(engines.collector, trace, other, usage)
+    check_tree(collector, trace, other, usage)
 
 
 def check_tree(collector: Collector, trace: str, replica: str, usage: Any) -> None:

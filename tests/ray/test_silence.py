@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from kvray.errors import KVRayError
@@ -25,6 +23,7 @@ from kvray.store import Arena
 from kvray.store.arena import payload
 from kvray.store.arena.layout import READY
 from tests.kit.ray.cluster import SETTINGS, TwoNodes, open_tier, open_two_nodes
+from tests.ray.conftest import frozen
 from tests.unit.actors.small_shard import NAMESPACE
 from tests.waiting import HANG_S, wait_for
 
@@ -157,20 +156,6 @@ def silent_wired(wired_machine: Machine) -> Iterator[Tier]:
 
 
 @contextlib.contextmanager
-def frozen(processes: list[psutil.Process]) -> Iterator[None]:
-    """Have processes stand still."""
-    assert processes
-    for process in processes:
-        process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it may have been replaced meanwhile
-                process.send_signal(signal.SIGCONT)
-
-
-@contextlib.contextmanager
 def unplugged(tier: Tier, place: int) -> Iterator[None]:
     network = tier.machine.network
     assert network is not None
@@ -189,7 +174,7 @@ def unplugged(tier: Tier, place: int) -> Iterator[None]:
 def test_requests_wait_for_what_is_frozen_no_longer_than_it_takes_to_notice(silent, kind, place):
     machine = silent.machine
     node = machine.head if place is None else machine.nodes[place]
-    check_waits(silent, lambda: frozen(node.actors(kind)))
+    check_waits(silent, lambda: frozen(*node.actors(kind)))
 
 
 @pytest.mark.root
@@ -286,8 +271,8 @@ def test_no_ready_slot_changes_when_a_pusher_wakes_whose_targets_shard_died_mean
     staging = threading.Thread(target=pushing.stage, args=(keys, DEADLINE_S))
     staging.start()
     wait_for(lambda: network.bytes_in(wire) - before > BEGUN_BYTES, "a push")
-    with frozen(machine.head.actors("Supervisor")):  # it would end the mover after some seconds
-        with frozen(machine.nodes[SOURCE].actors("Mover")):
+    with frozen(*machine.head.actors("Supervisor")):  # it would end the mover after some seconds
+        with frozen(*machine.nodes[SOURCE].actors("Mover")):
             staging.join(HANG_S)
             assert not staging.is_alive()
             time.sleep(DEADLINE_S)

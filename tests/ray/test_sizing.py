@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from kvray.lab.chaos.machine import Machine
-from tests.kit.ray.cluster import PATIENT, Sharing, open_sharing, open_tier, prompt_of
+from tests.kit.ray.cluster import (
+    PATIENT,
+    Sharing,
+    open_sharing,
+    open_tier,
+    prompts_that_begin_alike,
+)
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
@@ -35,18 +41,15 @@ def run(machine: Machine, name: str, capacity_mib: int) -> tuple[float, dict[str
     """
     settings = {**PATIENT, "arena": {**PATIENT["arena"], "capacity": f"{capacity_mib}MiB"}}
     settings["arena"] |= {"slab": "4MiB"}
-    chance = random.Random(7)
-    heads = [prompt_of(number, 480) for number in range(96)]
+    prompts, chance = prompts_that_begin_alike(), random.Random(7)
     with open_tier(machine, name, settings) as tier, open_sharing(tier, num_blocks=64) as sharing:
 
         def ask(count: int) -> None:
             begun = time.monotonic()
             for number in range(count):
                 time.sleep(max(0.0, begun + number / PROMPTS_PER_S - time.monotonic()))
-                head = heads[int(len(heads) * chance.random() ** 2)]
-                tail = [chance.randrange(3, 250) for _ in range(64)]
                 replica = chance.choice([sharing.first, sharing.second])
-                replica.generate([[*head, *tail]], max_tokens=1)
+                replica.generate([next(prompts)], max_tokens=1)
 
         ask(NUM_PROMPTS // 2)
         before = counted_after(sharing, NUM_PROMPTS // 2)

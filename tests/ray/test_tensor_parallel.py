@@ -162,6 +162,10 @@ class Spread:
             if rank["connected"]
         }
 
+    def num_staged(self) -> list[int]:
+        """Return how many blocks each node had brought."""
+        return [shard["staging"]["staged_blocks"] for shard in self.nodes.status()["shards"]]
+
     def held(self) -> list[int]:
         """Return how many slots of each node are leased, reserved or wait for a late copy."""
         found = []
@@ -180,9 +184,9 @@ class Spread:
         self._oracle.close()
 
 
-@contextlib.contextmanager
-def open_spread(machine: Machine) -> Iterator[Spread]:
-    """Have two engines, whose ranks are placed the one way round and the other."""
+@pytest.fixture(scope="module")
+def spread(machine: Machine) -> Iterator[Spread]:
+    """Two engines, whose ranks are placed the one way round and the other."""
     with (
         open_tier(machine, "spread", HASTY) as nodes,
         contextlib.closing(Spread(nodes)) as made,
@@ -191,40 +195,8 @@ def open_spread(machine: Machine) -> Iterator[Spread]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def spread(machine: Machine) -> Iterator[Spread]:
-    with open_spread(machine) as made:
-        yield made
-
-
-@pytest.fixture
-def forth(spread: Spread) -> Replica:
-    """Rank 0 is on the first node."""
-    return spread.replicas[0]
-
-
-@pytest.fixture
-def back(spread: Spread) -> Replica:
-    """Rank 0 is on the second node."""
-    return spread.replicas[1]
-
-
-def test_what_one_has_computed_is_staged_part_by_part_for_one_placed_the_other_way_round(
-    spread, forth, back
-):
-    (prompt,) = spread.compute(forth, 1)
-    before = [shard["staging"]["staged_blocks"] for shard in spread.nodes.status()["shards"]]
-
-    assert spread.ask(back, prompt).hit_tokens == WHOLE_TOKENS
-
-    after = [shard["staging"]["staged_blocks"] for shard in spread.nodes.status()["shards"]]
-    blocks = NUM_BLOCKS - 1
-    assert [now - then for now, then in zip(after, before, strict=True)] == [blocks, blocks]
-    spread.wait_released()
-
-
-def test_an_engine_ends_with_any_rank_and_its_successor_has_what_it_stored(spread, forth):
-    (prompt,) = spread.compute(forth, 1)
+def test_an_engine_ends_with_any_rank_and_its_successor_has_what_it_stored(spread):
+    (prompt,) = spread.compute(spread.replicas[0], 1)
     with spread.start("doomed", leader=0) as doomed:
         spread.wait_ready(doomed)
         assert spread.ask(doomed, prompt).hit_tokens == WHOLE_TOKENS
@@ -240,24 +212,27 @@ def test_an_engine_ends_with_any_rank_and_its_successor_has_what_it_stored(sprea
         assert spread.ask(successor, prompt).hit_tokens == WHOLE_TOKENS
 
 
-def test_the_loss_of_either_node_is_a_miss_and_its_return_brings_the_hits_back():
+def test_the_loss_of_either_node_is_a_miss_and_its_return_brings_the_hits_back(spread):
     """Both engines lose their leader's node and that of their other rank, and go on."""
-    with Machine() as machine, open_spread(machine) as spread:
-        for node in spread.nodes.nodes:
-            prompts = spread.compute(spread.replicas[0], 8)
-            assert spread.ask(spread.replicas[1], prompts[0]).hit_tokens == WHOLE_TOKENS
+    forth, back = spread.replicas[:2]
+    for node in spread.nodes.nodes:
+        prompts = spread.compute(forth, 8)
+        before = spread.num_staged()
+        assert spread.ask(back, prompts[0]).hit_tokens == WHOLE_TOKENS
+        staged = [now - then for now, then in zip(spread.num_staged(), before, strict=True)]
+        assert staged == [NUM_BLOCKS - 1] * 2, "part by part"
 
-            node.kill()
+        node.kill()
 
-            for replica in spread.replicas:
-                for prompt in prompts[1:4]:
-                    assert spread.ask(replica, prompt).hit_tokens == 0
-            node.start()
-            # Ray prints that the node has died, which must not get into what status prints.
-            wait_for(lambda: len(spread.ranks()) == 4, "the return of the ranks")
-            for replica in spread.replicas:
-                wait_for(functools.partial(is_hit, spread, replica, prompts), "a hit")
-            spread.wait_released()
+        for replica in (forth, back):
+            for prompt in prompts[1:4]:
+                assert spread.ask(replica, prompt).hit_tokens == 0
+        node.start()
+        # Ray prints that the node has died, which must not get into what status prints.
+        wait_for(lambda: len(spread.ranks()) == 4, "the return of the ranks")
+        for replica in (forth, back):
+            wait_for(functools.partial(is_hit, spread, replica, prompts), "a hit")
+        spread.wait_released()
 
 
 def is_hit(spread: Spread, replica: Replica, prompts: list[list[int]]) -> bool:

@@ -14,15 +14,12 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-import yaml
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from kvray.config import environ_for, load_config
-from kvray.errors import ShardUnavailable
 from kvray.lab.chaos.machine import PAIR, RESOURCE, Machine, Node
-from kvray.node.stage_calls import ShardSocket
 from kvray.reference.engine_options import KvConnectorConfig
 from kvray.reference.replica import Replica
 from kvray.store import Arena
@@ -56,6 +53,15 @@ def prompt_of(name: int | str, num_tokens: int = PROMPT_TOKENS) -> list[int]:
     """Return a prompt that is the same for the same name."""
     chance = random.Random(name)
     return [chance.randrange(3, 250) for _ in range(num_tokens)]
+
+
+def prompts_that_begin_alike() -> Iterator[list[int]]:
+    """Give prompts of 544 tokens without end, some of which begin alike; all together never fit."""
+    chance = random.Random(7)
+    heads = [prompt_of(number, 480) for number in range(96)]
+    while True:
+        head = heads[int(len(heads) * chance.random() ** 2)]
+        yield [*head, *(chance.randrange(3, 250) for _ in range(64))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,11 +190,6 @@ class Sharing:
         movers = [mover["state"] for mover in status["movers"]]
         return movers == ["serving"] * 2 and len(ranks) == num_ranks
 
-    def configure(self, **sections: Any) -> None:
-        """Have other values in the configuration."""
-        path = self.nodes.config_path
-        path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **sections}))
-
     def shards(self) -> list[dict[str, Any]]:
         """Return what the shards of the first and of the second replica's node say."""
         found = {shard["directory"]: shard for shard in self.status()["shards"]}
@@ -276,42 +277,3 @@ def total(samples: list[Sample], metric: str, /, **labels: str) -> int:
     """Return the sum of those samples of a metric that have `labels`; 0 if there are none."""
     meant = (one for one in samples if one.name == f"{_PREFIX}{metric}")
     return round(sum(one.value for one in meant if labels.items() <= one.labels.items()))
-
-
-_POLL_S = 0.01
-_ANSWER_S = 5.0
-"""A shard that is slow on a busy machine is not away: then its socket refuses at once."""
-
-
-class Outages:
-    """Asks the shards of some nodes, over their sockets and all the time, whether they serve."""
-
-    def __init__(self, directories: list[Path]) -> None:
-        """Begin to ask those of `directories`."""
-        self.seen: list[tuple[bool, ...]] = []
-        """Which of them were away, each time that it was others than before."""
-        self._sockets = [ShardSocket(directory) for directory in directories]
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Ask no more."""
-        self._stopping.set()
-        self._thread.join()
-        for one in self._sockets:
-            one.close()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(_POLL_S):
-            now = tuple(_is_away(one) for one in self._sockets)
-            if not self.seen or now != self.seen[-1]:
-                self.seen.append(now)
-
-
-def _is_away(socket: ShardSocket) -> bool:
-    try:
-        socket.call("hello", timeout_s=_ANSWER_S)
-    except ShardUnavailable:
-        return True
-    return False

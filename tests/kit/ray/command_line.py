@@ -16,12 +16,11 @@ from typing import Any
 
 import psutil
 
-from tests.waiting import HANG_S
+from tests.forks import Done
+from tests.waiting import HANG_S, wait_for
 
 ROOT = Path(__file__).parents[3]
 SHM = Path("/dev/shm")
-
-Done = subprocess.CompletedProcess[str]
 
 
 def free_port() -> int:
@@ -90,12 +89,7 @@ class Shell:
     def interrupt(self, *args: str, when: Callable[[], bool], signum: signal.Signals) -> Done:
         """Run a command and send it a signal, and a second one soon after, once `when` is true."""
         with self.start(*args) as process:
-            deadline = time.monotonic() + 120
-            while time.monotonic() < deadline and process.poll() is None:
-                began = time.monotonic()
-                if when():
-                    break
-                time.sleep(max(0.01, time.monotonic() - began))  # to look costs a core as well
+            wait_for(lambda: process.poll() is not None or when(), "the moment")
             assert process.poll() is None, process.communicate()
             process.send_signal(signum)
             time.sleep(0.3)
@@ -120,6 +114,10 @@ class Shell:
             with contextlib.suppress(psutil.Error):
                 found.append(process.cmdline())
         return found
+
+    def has_engines(self) -> bool:
+        """Return whether two replicas have started, or are about to."""
+        return sum("kvray.reference.replica_child" in one for one in self.commands()) == 2
 
     def processes(self) -> list[psutil.Process]:
         """Return every living process that was started under this temporary directory."""

@@ -27,6 +27,7 @@ from kvray.reference import Replica
 from kvray.reference.tokenizer import ByteTokenizer
 from kvray.serve import Settings
 from kvray.serve.render import load_prompts
+from tests.forks import run
 from tests.kit.ray.command_line import ROOT, Shell, free_port, open_shell
 from tests.waiting import wait_for
 
@@ -113,15 +114,8 @@ class Served:
         settings = yaml.safe_load(self.settings.read_text())
         _change(*settings["applications"], **changes)
         self.settings.write_text(yaml.safe_dump(settings))
-        done = subprocess.run(
-            [_SERVE, "run", "--non-blocking", str(self.settings)],
-            cwd=ROOT,
-            env={**self.shell.environ, **self.environ},
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
+        options = {"cwd": ROOT, "env": {**self.shell.environ, **self.environ}}
+        done = run(_SERVE, "run", "--non-blocking", self.settings, timeout=DEADLINE_S, **options)
         assert done.returncode == 0, done.stderr
 
 
