@@ -68,6 +68,7 @@ _EXAMPLES: dict[str, _Examples] = {
         ("Put it into the Grafana of the tier's Ray", "kvray dashboard install"),
         ("Put it into another Grafana", "kvray dashboard install --to DIR"),
     ),
+    "dashboard serve": (("Show the tier on a page, until Ctrl-C", "kvray dashboard serve"),),
     "dashboard scrape": (("Set Prometheus up", "kvray dashboard scrape > kvray.yml"),),
     "dashboard rules": (("Write the alerts to a file", "kvray dashboard rules > alerts.yml"),),
     "dashboard show": (("Write the dashboard to a file", "kvray dashboard show > kvray.json"),),

@@ -303,8 +303,8 @@ def read_prompt(
 
     Source: suffix masks that begin at a chunk, as in LMCache's LMCacheEngine.
     """
-    on_host = tokens.detach().cpu().numpy() if isinstance(tokens, torch.Tensor) else tokens
-    packed = keys.pack_tokens(on_host)
+    on_host = tokens.detach().cpu() if isinstance(tokens, torch.Tensor) else tokens
+    packed = keys.pack_tokens(on_host)  # type: ignore[arg-type]  # it reads CPU tensors, too
     num_masked = 0 if mask is None else _num_masked(mask, len(packed))
     first, inside = divmod(num_masked, tokens_per_block)
     if inside:
@@ -325,7 +325,10 @@ def read_prompt(
 
 def _num_masked(mask: Mask, num_tokens: int) -> int:
     on_host = mask.detach().cpu() if isinstance(mask, torch.Tensor) else mask
-    flags = np.asarray(on_host)
+    try:
+        flags = np.asarray(on_host)
+    except (TypeError, ValueError):  # numbers that numpy lacks, or lists of unlike lengths
+        flags = np.zeros(0)
     if flags.shape != (num_tokens,) or (flags.dtype != np.bool_ and num_tokens):
         raise ConfigError(
             f"A mask must have one boolean for each of the {num_tokens} tokens, not be"

@@ -297,7 +297,7 @@ class SupervisorActor:
             except KVRayError as error:
                 why = str(error)
                 _log.warning("%s could not be started: %s", name, why)
-        self._starts[name] = tries + 1, now + min(2.0**tries, _START_PAUSE_MAX_S), why
+        self._starts[name] = tries + 1, now + min(2 ** min(tries, 9), _START_PAUSE_MAX_S), why
         return True
 
     def _take_parts(self) -> None:
@@ -316,9 +316,8 @@ class SupervisorActor:
 
     def _end_frozen(self) -> None:
         """End parts that have answered nobody for long, on nodes that can be reached."""
-        self._parts |= {
-            name: calls.get_actor(name) for name in self._lookups
-        }  # they may be new ones
+        # They may be new ones.
+        self._parts |= {name: calls.get_actor(name) for name in self._lookups}
         known, silent = self._ask_lookup()
         heard = (known - silent) & self._parts.keys()
         asked = {*self._lookups} | self._share.take((self._silences.silent, silent), heard)

@@ -334,8 +334,9 @@ def down(
             )
     # So that `up` gets new ones and not dying ones.
     ended, until = set(calls.list_actors()), time.monotonic() + timeout_s
-    while ended & set(calls.list_actors()) and time.monotonic() < until:
-        time.sleep(_POLL_S)
+    with suppress(KVRayError):  # all has ended; Ray may be about to end, too
+        while ended & set(calls.list_actors()) and time.monotonic() < until:
+            time.sleep(_POLL_S)
     return found
 
 

@@ -113,6 +113,7 @@ def test_a_background_that_is_full_drops_and_says_so(cache, monkeypatch, caplog)
     ("arguments", "error", "sentence"),
     [
         (("text", random_blob(4)), ConfigError, "list of integers"),
+        ((torch.ones(4, dtype=torch.bfloat16), random_blob(4)), ConfigError, "list of integers"),
         ((TOKENS, random_blob(23)), LayoutMismatch, "23 tokens .* 24"),
         ((TOKENS, BLOB, suffix_mask(24, BLOCK)), LayoutMismatch, "24 tokens where .* ask for 20"),
         ((TOKENS, random_blob(24, VLLM)), LayoutMismatch, "layout 'huggingface'"),

@@ -177,6 +177,8 @@ def test_a_mask_that_leaves_out_all_full_blocks_and_an_empty_one_ask_for_none():
         ([True] * 9, "one boolean for each of the 10 tokens"),
         ([1] * 10, "one boolean"),
         (torch.ones(1, 10, dtype=torch.bool), "one boolean"),
+        (torch.ones(10, dtype=torch.bfloat16), "one boolean"),
+        ([[True], [True, True]], "one boolean"),
     ],
 )
 def test_a_mask_that_is_no_suffix_of_blocks_is_refused(mask, sentence):
