@@ -176,7 +176,7 @@ class Node:
         sweep(Path(self.config.node_dir), 10.0)
 
 
-@pytest.fixture(scope="module", params=["nixl", pytest.param("object_ref", marks=pytest.mark.long)])
+@pytest.fixture(params=["nixl", pytest.param("object_ref", marks=pytest.mark.long)])
 def movers(request: pytest.FixtureRequest, local: LocalRay) -> Iterator[list[Node]]:
     """Two nodes whose movers have one transport."""
     made: list[Node] = []

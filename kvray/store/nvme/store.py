@@ -29,7 +29,8 @@ from kvray.store.arena.tables import Tables
 from kvray.store.machine.access import Access
 from kvray.store.machine.side_file import OWNER_BYTE, SideFile
 from kvray.store.nvme import recovery
-from kvray.store.nvme.disk import Disk, device_errors, private
+from kvray.store.nvme.disk import Disk, aligned, device_errors, private
+from kvray.store.nvme.record import PAGE_BYTES
 from kvray.store.nvme.record_table import RecordTable
 from kvray.store.nvme.segment_files import SegmentFiles
 from kvray.store.nvme.terms import Demotion, NvmeSpec, NvmeStats
@@ -95,7 +96,7 @@ class NvmeStore:
             self.tables, self._record_table, self._files, self._threads, self.section
         )
         self._idle = threading.Condition()
-        self._num_reading = self._num_unreadable = self._read_bytes = 0
+        self._num_reading = self._num_unreadable = self._num_refused = self._read_bytes = 0
         self._takes_reads = True
 
     def close(self) -> None:
@@ -213,7 +214,7 @@ class NvmeStore:
                 stored=tables.counts.stored,
                 evicted=tables.counts.evicted,
                 dropped=tables.counts.dropped,
-                corrupt=tables.counts.corrupt - self._num_unreadable,
+                corrupt=tables.counts.corrupt - self._num_refused,
                 unreadable=self._num_unreadable,
                 written_bytes=self._writer.written_bytes,
                 read_bytes=self._read_bytes,
@@ -269,10 +270,11 @@ class NvmeStore:
         Returns a mask of the keys whose blocks are there and have their checksum, and checksums,
         u64, to commit these.
 
-        A wrong block goes out of service, and so does one that the device refuses to read: asked
-        for again and again, it would count as a device that fails. The next opening finds the
-        latter again, as the fault may have passed. ConfigError, LayoutMismatch: a slot of the arena
-        is reserved for another block, or for one of another size.
+        A wrong block goes out of service. So does one that the device refuses to read while it
+        still gives the file's header: asked for again and again, it would count as a device that
+        fails. The next opening finds that one again, as the fault may have passed. ConfigError,
+        LayoutMismatch: a slot of the arena is reserved for another block, or for one of another
+        size.
         """
         valid = np.zeros(len(keys), dtype=bool)
         checksums = np.zeros(len(keys), dtype="<u8")
@@ -339,11 +341,14 @@ class NvmeStore:
 
     def _note(self, held: Array, same: Array, unreadable: Array) -> None:
         tables = self.tables
-        bad, good = held[~same & ~unreadable], held[same]
+        bad, good, refused = held[~same & ~unreadable], held[same], held[unreadable]
+        is_one_sector = len(refused) > 0 and self._gives_header(int(refused[0]))
         with self.section():
-            before = tables.counts.corrupt
-            slots.quarantine(tables, held[unreadable])
-            self._num_unreadable += tables.counts.corrupt - before
+            if is_one_sector:
+                before = tables.counts.corrupt
+                slots.quarantine(tables, refused)
+                self._num_refused += tables.counts.corrupt - before
+            self._num_unreadable += len(refused)
             slots.quarantine(tables, bad)
             # The bytes that its record promises are lost, after a restart too.
             self._record_table.bury(bad)
@@ -356,11 +361,21 @@ class NvmeStore:
                 len(bad),
                 tables.name(bad[0]),
             )
-        if unreadable.any():
+        if len(refused):
             _log.error(
                 "The device of the NVMe tier refused to read %d blocks; look at it with `dmesg`",
-                np.count_nonzero(unreadable),
+                len(refused),
             )
+
+    def _gives_header(self, slot: int) -> bool:
+        """Return whether the device still reads the first page of the file of a slot."""
+        try:
+            self._files.by_slab[int(self.geometry.slab_of(slot))].file.read(
+                [aligned(PAGE_BYTES)], 0
+            )
+        except TierError:
+            return False
+        return True
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -73,7 +73,7 @@ class NvmeStats:
     evicted: int
     dropped: int
     corrupt: int
-    unreadable: int  # blocks that the device refused to read, out of service until the next opening
+    unreadable: int  # blocks that the device refused to read
     written_bytes: int
     read_bytes: int
     is_direct: bool  # whether transfers go past the page cache
