@@ -152,9 +152,9 @@ def test_a_part_that_was_ended_for_good_is_recreated(running, one, prefix):
 
 
 def test_down_removes_everything_when_every_part_is_dead(running, local, one):
-    ray.kill(get_actor(SUPERVISOR_NAME))
-    for name in list_actors():
-        ray.kill(get_actor(name))
+    kill_actor(SUPERVISOR_NAME)
+    for name in list_actors():  # its name may still be there
+        kill_actor(name)
     wait_for(lambda: list_actors() == [])
     assert running.node_dir.exists()
     tier.down(timeout_s=TIMEOUT_S, config=running)
