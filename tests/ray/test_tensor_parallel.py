@@ -184,14 +184,20 @@ class Spread:
         self._oracle.close()
 
 
-@pytest.fixture(scope="module")
-def spread(machine: Machine) -> Iterator[Spread]:
-    """Two engines, whose ranks are placed the one way round and the other."""
+@contextlib.contextmanager
+def open_spread(machine: Machine) -> Iterator[Spread]:
+    """Have two engines, whose ranks are placed the one way round and the other."""
     with (
         open_tier(machine, "spread", HASTY) as nodes,
         contextlib.closing(Spread(nodes)) as made,
     ):
         made.wait_ready(made.start("forth", leader=0), made.start("back", leader=1))
+        yield made
+
+
+@pytest.fixture(scope="module")
+def spread(machine: Machine) -> Iterator[Spread]:
+    with open_spread(machine) as made:
         yield made
 
 
@@ -212,27 +218,28 @@ def test_an_engine_ends_with_any_rank_and_its_successor_has_what_it_stored(sprea
         assert spread.ask(successor, prompt).hit_tokens == WHOLE_TOKENS
 
 
-def test_the_loss_of_either_node_is_a_miss_and_its_return_brings_the_hits_back(spread):
+def test_the_loss_of_either_node_is_a_miss_and_its_return_brings_the_hits_back():
     """Both engines lose their leader's node and that of their other rank, and go on."""
-    forth, back = spread.replicas[:2]
-    for node in spread.nodes.nodes:
-        prompts = spread.compute(forth, 8)
-        before = spread.num_staged()
-        assert spread.ask(back, prompts[0]).hit_tokens == WHOLE_TOKENS
-        staged = [now - then for now, then in zip(spread.num_staged(), before, strict=True)]
-        assert staged == [NUM_BLOCKS - 1] * 2, "part by part"
+    with Machine() as machine, open_spread(machine) as spread:
+        forth, back = spread.replicas[:2]
+        for node in spread.nodes.nodes:
+            prompts = spread.compute(forth, 8)
+            before = spread.num_staged()
+            assert spread.ask(back, prompts[0]).hit_tokens == WHOLE_TOKENS
+            staged = [now - then for now, then in zip(spread.num_staged(), before, strict=True)]
+            assert staged == [NUM_BLOCKS - 1] * 2, "part by part"
 
-        node.kill()
+            node.kill()
 
-        for replica in (forth, back):
-            for prompt in prompts[1:4]:
-                assert spread.ask(replica, prompt).hit_tokens == 0
-        node.start()
-        # Ray prints that the node has died, which must not get into what status prints.
-        wait_for(lambda: len(spread.ranks()) == 4, "the return of the ranks")
-        for replica in (forth, back):
-            wait_for(functools.partial(is_hit, spread, replica, prompts), "a hit")
-        spread.wait_released()
+            for replica in (forth, back):
+                for prompt in prompts[1:4]:
+                    assert spread.ask(replica, prompt).hit_tokens == 0
+            node.start()
+            # Ray prints that the node has died, which must not get into what status prints.
+            wait_for(lambda: len(spread.ranks()) == 4, "the return of the ranks")
+            for replica in (forth, back):
+                wait_for(functools.partial(is_hit, spread, replica, prompts), "a hit")
+            spread.wait_released()
 
 
 def is_hit(spread: Spread, replica: Replica, prompts: list[list[int]]) -> bool:
