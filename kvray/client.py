@@ -27,6 +27,15 @@ _CONNECTING = threading.RLock()
 """A process has one connection to Ray, whichever thread makes it."""
 
 
+def _renew_lock() -> None:
+    """Have a lock of its own after a fork: the thread that may hold the parent's is not here."""
+    global _CONNECTING
+    _CONNECTING = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetched:
     """The result of a prefetch for a replica."""

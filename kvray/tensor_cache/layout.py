@@ -327,8 +327,10 @@ def _num_masked(mask: Mask, num_tokens: int) -> int:
     on_host = mask.detach().cpu() if isinstance(mask, torch.Tensor) else mask
     try:
         flags = np.asarray(on_host)
-    except (TypeError, ValueError):  # numbers that numpy lacks, or lists of unlike lengths
-        flags = np.zeros(0)
+    except (TypeError, ValueError) as error:  # of numbers that numpy lacks, or unlike lengths
+        raise ConfigError(
+            f"A mask must have one boolean for each of the {num_tokens} tokens ({error})."
+        ) from None
     if flags.shape != (num_tokens,) or (flags.dtype != np.bool_ and num_tokens):
         raise ConfigError(
             f"A mask must have one boolean for each of the {num_tokens} tokens, not be"

@@ -111,20 +111,24 @@ class FencedSlots:
             late, self._late = self._late, []
         self.give_back(*late)
         with self._lock:
-            if not self._fenced:
+            if not self._fenced or self._is_renewing:
                 return
             waited_s = time.monotonic() - self._fenced[0][1]
             if self._num_transfers and waited_s < PATIENCE_S:
                 return
             self._is_renewing = True
         freed = []
-        with suppress(TransportUnavailable):  # the old end may not be gone: the next sweep tries
-            self._transport.renew()
-            freed = self._fenced
-        with self._lock:
-            if freed:
-                self.incarnation += 1
-                self._num_transfers, self._fenced = 0, []
-            self._is_renewing = False
-            self._lock.notify_all()
+        try:
+            with suppress(
+                TransportUnavailable
+            ):  # the old end may not be gone: the next sweep tries
+                self._transport.renew()
+                freed = self._fenced
+        finally:
+            with self._lock:
+                if freed:
+                    self.incarnation += 1
+                    self._num_transfers, self._fenced = 0, []
+                self._is_renewing = False
+                self._lock.notify_all()
         self.give_back(*(one for one, _ in freed))

@@ -8,10 +8,14 @@ import pytest
 from ray._private.state import state
 from ray.exceptions import GetTimeoutError
 
+from kvray.actors.lookup.actor import LookupActor
+from kvray.actors.mover.actor import MoverActor
 from kvray.actors.mover.orders import FetchOrder, LeaseGroup, LeaseRequest, Span
 from kvray.actors.ray_glue import calls
 from kvray.actors.ray_glue.arguments import in_pieces, packed, unpacked
 from kvray.actors.ray_glue.private import draining_nodes
+from kvray.actors.shard.actor import ShardActor
+from kvray.actors.supervisor.supervisor import SupervisorActor
 from kvray.errors import ShardUnavailable
 
 
@@ -68,3 +72,8 @@ def test_a_node_has_the_time_that_ray_gives_and_any_if_it_lives_on_after_that(mo
     monkeypatch.setattr(state, "get_draining_nodes", lambda: found)
     left_s = pytest.approx(90, abs=60)
     assert draining_nodes() == {"a": left_s, "late": None, "without a deadline": None}
+
+
+@pytest.mark.parametrize("actor", [LookupActor, MoverActor, ShardActor, SupervisorActor])
+def test_an_actor_has_no_repr_that_would_end_rays_stand_in_for_it(actor):
+    assert actor.__repr__ is object.__repr__
