@@ -30,6 +30,7 @@ _LAST_BREATH_S = 5.0
 _MARK = "KVRAY_LOCAL_RAY"
 """Variable of every process of a local cluster: its directory. It identifies processes that a
 killed parent left behind."""
+_DASHBOARD_PORT = 8265
 _DASHBOARD = re.compile(r"RAY_API_SERVER_ADDRESS='(http://[^']+)'")
 _STATE_FILE = "ray.json"
 _SOCKET_PATH = "ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
@@ -99,6 +100,7 @@ def start(
             "--head",
             f"--port={port or 0}",
             f"--include-dashboard={'true' if dashboard else 'false'}",
+            f"--dashboard-port={_dashboard_port()}",
             "--no-monitor",  # one node never scales
             temp_dir=directory / "ray",
             log=directory / "ray-start.log",
@@ -201,6 +203,14 @@ def _check_port(port: int) -> None:
         raise ConfigError(
             f"Port {port} cannot be used for Ray ({error.strerror}); choose another --port."
         ) from None
+
+
+def _dashboard_port() -> int:
+    """Return the one that Ray takes by itself, or any if another dashboard has it."""
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", _DASHBOARD_PORT)):
+        return _DASHBOARD_PORT
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def _end_all(directory: Path) -> bool:

@@ -27,6 +27,8 @@ _STILL_S = 90.0
 _STARTS_MAX = 10
 """Ray gives its parts half a minute, so a node that gives up is started again."""
 _POLL_S = 0.1
+_FRAMES = re.compile(r"(?s).*\n  [^\n]*\n")
+"""What Ray writes up to the end of a traceback, but for the error."""
 _OVERWHELMED = re.compile("imed out|to connect to GCS|may not have started|ode info")
 """What Ray says when its parts, or the head, took longer than that, as on a busy machine."""
 _PATIENT = {"RAY_agent_register_timeout_ms": "600000", "RAY_worker_register_timeout_seconds": "600"}
@@ -160,7 +162,8 @@ class RayNode:
         return []
 
     def _failure(self, how: str) -> ConfigError:
-        said = " ".join(self.said().split()[-100:])
+        said = _FRAMES.sub("", self.said())
+        said = " ".join(said.split()[-100:])
         return ConfigError(f"{self._name} did not start, {how}; it said: {said}")
 
     def _written(self) -> tuple[int, int]:

@@ -179,6 +179,13 @@ def test_a_port_in_use_is_refused_before_anything_starts(name):
     assert not local_ray.local_dir(name).exists()
 
 
+def test_a_dashboard_has_a_port_of_its_own_beside_another(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setattr(local_ray, "_DASHBOARD_PORT", other.getsockname()[1])
+        assert local_ray._dashboard_port() != local_ray._DASHBOARD_PORT
+    assert local_ray._dashboard_port() == local_ray._DASHBOARD_PORT
+
+
 def test_a_ray_that_a_busy_machine_was_too_slow_for_is_started_again(name, script, tmp_path):
     script(f"""\
 if [ ! -e {tmp_path}/tried ]; then
@@ -190,13 +197,25 @@ fi
     assert local_ray.find(name) is not None
 
 
-@pytest.mark.parametrize(
-    ("text", "status"), [("echo out of luck; exit 3", 3), ("kill -9 $$", -signal.SIGKILL)]
+TRACEBACK = (
+    r"printf 'Traceback:\n  File x, line 1, in start\n    bind()\n  ^^^^\nValueError: no room\n'"
 )
-def test_a_ray_that_does_not_start_is_told_and_cleared_away(name, script, text, status):
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        ("echo out of luck; exit 3", 3, "out of luck"),
+        (f"{TRACEBACK}; exit 1", 1, "ValueError: no room"),
+        ("kill -9 $$", -signal.SIGKILL, ""),
+    ],
+)
+def test_a_ray_that_does_not_start_is_told_and_cleared_away(name, script, text, status, said):
     script(text)
-    with pytest.raises(ConfigError, match=f"Ray did not start, but ended with status {status}"):
+    with pytest.raises(ConfigError) as caught:
         local_ray.start(name)
+    told = f"Ray did not start, but ended with status {status}; it said: {said}"
+    assert str(caught.value) == told
     assert processes_of(name) == []
     assert not local_ray.local_dir(name).exists()
 
