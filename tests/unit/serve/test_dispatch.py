@@ -1,6 +1,7 @@
 """Choose, prefetch, dispatch: in this order, in time, and a choice that is not used goes back."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,7 +17,11 @@ pytest.importorskip("ray.serve")
 pytest.importorskip("openai")
 
 from ray.serve.context import _get_serve_request_context, _set_request_context
-from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
+from ray.serve.exceptions import (
+    BackPressureError,
+    ReplicaUnavailableError,
+    RequestCancelledError,
+)
 
 import kvray.serve.dispatch
 from kvray.client import Prefetched
@@ -49,7 +54,11 @@ class Answer:
         if isinstance(event, Exception):
             raise event
         if event == "silence":
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                if self.is_cancelled:
+                    raise RequestCancelledError
         return await event if isinstance(event, asyncio.Future) else event
 
 
@@ -297,6 +306,18 @@ async def test_a_client_that_goes_as_a_piece_comes_is_gone(turns):
     await asyncio.wait({asked}, timeout=1.0)
     assert asked.cancelled()
     assert handle.answers[0].is_cancelled
+
+
+async def test_a_client_that_goes_leaves_no_error_in_the_log(caplog):
+    handle = Handle(["engine-a", HEAD, b"te", "silence"])
+    asked = asyncio.create_task(listen(handle))
+    await asyncio.sleep(0.05)
+    asked.cancel()
+    await asyncio.wait({asked})
+    assert handle.answers[0].is_cancelled
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_what_was_brought_is_told_as_tokens_that_are_near():
