@@ -21,7 +21,7 @@ class Routed:
     """
 
     def __init__(self) -> None:
-        self.is_sent = False
+        self.is_sent = self._is_over = False
         self.here: frozenset[str] = frozenset()
         """Replicas to whose nodes nothing would have to be brought: a prefetch gains nothing."""
         self._decisions: Decisions | None = None
@@ -37,6 +37,8 @@ class Routed:
         """Let the router hear what is told, on the running loop."""
         self._request, self.here, self._choice = request, frozenset(here), choice
         self._loop, self._decisions = asyncio.get_running_loop(), decisions
+        if self._is_over:  # its client left while it waited; Serve goes on to choose
+            self.over()
 
     def about(self, replica: str) -> dict[str, str | int | float]:
         """Return what the router predicted for a replica, as attributes of a span."""
@@ -72,6 +74,7 @@ class Routed:
 
     def over(self) -> None:
         """Tell that it has ended, however. Twice is fine."""
+        self._is_over = True
         self._tell("over")
 
     def _tell(self, what: str, *about: str) -> None:

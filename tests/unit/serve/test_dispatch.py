@@ -320,6 +320,14 @@ async def test_a_client_that_goes_leaves_no_error_in_the_log(caplog):
     assert "never retrieved" not in caplog.text
 
 
+async def test_a_request_that_was_given_up_is_over_also_if_the_router_decides_later():
+    routed, decisions = Routed(), Mock()
+    routed.over()
+    routed.follow(decisions, "request 1")
+    await asyncio.sleep(0)
+    assert decisions.mock_calls == [call.over("request 1", now=ANY)]
+
+
 async def test_what_was_brought_is_told_as_tokens_that_are_near():
     handle = Handle(whole("a"))
     prefetcher = Bringer(handle.log)
