@@ -8,7 +8,7 @@ import time
 from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from contextvars import Context, copy_context
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -182,27 +182,30 @@ class Dispatcher:
     async def _try(
         self, asked: Forwarded, hint: Hint | None, deadline: float, patience_s: float
     ) -> _Taken:
-        async with self._placed(hint, deadline) as (choice, routed):
-            name = replica_name(choice.replica_id)
-            cached, num_computed = routed.near_tokens(name), None
-            if hint is not None:
-                brought = None
-                if self._prefetcher is not None and name not in routed.here:
-                    brought = await self._prefetcher.bring(hint.tokens, name, hint.salt)
-                if brought is not None:
-                    cached = max(cached or 0, min(brought.num_tokens, len(hint.tokens)))
-                if cached is not None:
-                    num_computed = len(hint.tokens) - cached
-            routed.sent(name)
-            events = self._engines.dispatch(choice, asked, num_computed)
-            try:
+        events = None
+        try:
+            async with self._placed(hint, deadline) as (choice, routed):
+                name = replica_name(choice.replica_id)
+                cached, num_computed = routed.near_tokens(name), None
+                if hint is not None:
+                    brought = None
+                    if self._prefetcher is not None and name not in routed.here:
+                        brought = await self._prefetcher.bring(hint.tokens, name, hint.salt)
+                    if brought is not None:
+                        cached = max(cached or 0, min(brought.num_tokens, len(hint.tokens)))
+                    if cached is not None:
+                        num_computed = len(hint.tokens) - cached
+                routed.sent(name)
+                events = self._engines.dispatch(choice, asked, num_computed)
                 left_s = deadline - time.monotonic()
                 await in_time(anext(events), min(left_s, patience_s))
-            except BaseException as error:
+        except BaseException as error:  # also while the choice is given back
+            if events is not None:
                 routed.over()
                 if isinstance(error, asyncio.CancelledError | asyncio.TimeoutError):
-                    events.cancel()  # of what has failed it would raise the failure again
-                raise
+                    with suppress(*_GONE):  # one that has failed raises its failure again
+                        events.cancel()
+            raise
         return _Taken(name, events, routed, cached)
 
     @asynccontextmanager

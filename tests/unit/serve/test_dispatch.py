@@ -79,6 +79,7 @@ class Handle:
         self._failures = iter(failures)
         self._frozen = frozen
         self.is_thawed = asyncio.Event()
+        self.is_slow_to_leave = False
         self.thaws_at = 0
         self.contexts: list[str] = []
         self.decisions = Mock()
@@ -106,6 +107,8 @@ class Handle:
             yield choice
         finally:
             self.log.append(f"leave {choice.replica_id}")
+            if self.is_slow_to_leave:
+                await asyncio.Event().wait()
 
     def dispatch(self, choice: Any, asked: Forwarded, num_computed: int | None) -> Answer:
         self.asked.append(asked)
@@ -306,6 +309,18 @@ async def test_a_client_that_goes_as_a_piece_comes_is_gone(turns):
     await asyncio.wait({asked}, timeout=1.0)
     assert asked.cancelled()
     assert handle.answers[0].is_cancelled
+
+
+async def test_a_client_that_goes_as_its_choice_is_given_back_is_gone():
+    handle = Handle(whole("a"))
+    handle.is_slow_to_leave = True
+    asked = asyncio.create_task(listen(handle))
+    await asyncio.sleep(0.05)
+    asked.cancel()
+    await asyncio.wait({asked})
+    assert handle.answers[0].is_cancelled
+    await asyncio.sleep(0)
+    assert handle.decisions.mock_calls[-1] == call.over("request 1", now=ANY)
 
 
 async def test_a_client_that_goes_leaves_no_error_in_the_log(caplog):
