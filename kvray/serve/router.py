@@ -104,7 +104,11 @@ class KvRayRouter(RequestRouter):
         request = pending_request.metadata.internal_request_id
         order = self._decisions.order(request)
         if order is None:
-            await self._decide(request, candidate_replicas, pending_request)
+            try:
+                await self._decide(request, candidate_replicas, pending_request)
+            except Exception:  # noqa: BLE001 - Serve's task would end, and the request wait on end
+                _log.exception("A request goes to the shorter queue, after a defect")
+                self._decisions.begin(request, None, None, now=time.monotonic(), is_told=False)
             order = self._decisions.order(request) or []
         by_name = {self._name(one): one for one in candidate_replicas}
         return [[by_name[name]] for name in order if name in by_name] or _two(candidate_replicas)

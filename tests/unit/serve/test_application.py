@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -57,6 +58,16 @@ def test_a_missing_package_is_a_sentence(monkeypatch):
         app({"model": "tiny"})
 
 
+@pytest.fixture
+def router(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.delenv("KVRAY_CONFIG", raising=False)
+    monkeypatch.setattr("kvray.serve.router.MetricsThread", lambda *_: None)
+    made = object.__new__(KvRayRouter)
+    made._deployment_id = DeploymentID(name="Engine", app_name="kvray")
+    made.initialize_state()
+    return made
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "tokens"),
     [
@@ -72,17 +83,24 @@ def test_token_ids_are_found_and_salt_and_adapter_as_parts_of_their_keys(args, k
     assert marks == {"salt": kwargs.get("kvray_salt"), "lora": kwargs.get("kvray_lora")}
 
 
+@pytest.mark.anyio
+async def test_a_defect_as_a_router_decides_costs_no_request(router, monkeypatch):
+    async def survey(*_: Any, **__: Any) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(router._surveys, "survey", survey)
+    monkeypatch.setattr(router._loads, "start", lambda: None)
+    replica, asked = Mock(), Mock(args=[[1, 2]], kwargs={})
+    assert await router.choose_replicas([replica], asked) == [[replica]]
+
+
 @pytest.mark.parametrize("args", [[], ["text"], [["a", "b"]], [[]], [None], [[True]]])
 def test_what_is_no_prompt_is_passed_over(args):
     assert _prompt_of(args, {}) == (None, {})
 
 
-def test_an_argument_that_it_does_not_have_is_named(caplog, monkeypatch):
-    monkeypatch.delenv("KVRAY_CONFIG", raising=False)
-    monkeypatch.setattr("kvray.serve.router.MetricsThread", lambda *_: None)
-    router = object.__new__(KvRayRouter)
-    router._deployment_id = DeploymentID(name="Engine", app_name="kvray")
-    router.initialize_state(pool_block=8)  # type: ignore[call-arg]
+def test_an_argument_that_it_does_not_have_is_named(caplog, router):
+    router.initialize_state(pool_block=8)
     assert "no argument pool_block; correct request_router_kwargs" in caplog.text
 
 
