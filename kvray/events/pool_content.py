@@ -192,5 +192,5 @@ def _extras(event: BlockStored) -> Sequence[bytes]:
 def _extra(lora: str | int | None, keys: Any) -> bytes:
     if lora is None and not keys:
         return b""
-    packed: bytes = msgpack.packb([lora, keys], default=str)
+    packed: bytes = msgpack.packb([lora, keys], default=str, unicode_errors="surrogatepass")
     return packed

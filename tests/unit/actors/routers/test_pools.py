@@ -57,7 +57,8 @@ def test_a_prompt_is_found_where_its_engine_tells_of_it(pools, buffer, engine):
 
 @pytest.mark.usefixtures("engine")
 def test_a_salt_makes_a_match_unsure_and_nothing_is_said_of_adapters_and_no_prompts(pools):
-    assert pools.match(PROMPT, salt="s") == {"a": PoolMatch(num_tokens=0, is_sure=False)}
+    for salt in ("s", "\ud800"):  # which JSON can carry
+        assert pools.match(PROMPT, salt=salt) == {"a": PoolMatch(num_tokens=0, is_sure=False)}
     assert pools.match(PROMPT, lora="/a") == pools.match(PROMPT, salt=3) == {}
     assert pools.match([2**40]) == {}
 
