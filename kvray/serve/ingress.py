@@ -231,7 +231,8 @@ class Ingress:
             RequestError: it is too long, too slow, no HTTP, or for nobody here.
             ClientDisconnect: the client has gone.
         """
-        if not any(path == one or path.startswith(f"{one}/") for one in self._settings.paths):
+        paths = (one.rstrip("/") for one in self._settings.paths)
+        if not any(f"{path}/".startswith(f"{one}/") for one in paths):
             told = f"Nothing is at {path:.80}; `paths` in the settings has what engines answer."
             raise RequestError(told, status=404, code="not_found")
         headers = list(request.headers.raw)  # their names are in lower case

@@ -137,6 +137,12 @@ def test_what_no_engine_gets_is_refused_in_anthropics_form(headers, kind):
     assert (answer["type"], answer["error"]["type"]) == ("error", kind)
 
 
+@pytest.mark.parametrize(("prefix", "status"), [("/", 200), ("/v1/", 200), ("/v", 404)])
+def test_a_path_is_handed_on_with_all_below(prefix, status):
+    client = client_of(Handle(whole("a")), paths=[prefix])
+    assert client.get("/v1/models").status_code == status
+
+
 def test_a_request_that_is_no_http_is_refused_before_an_engine_gets_it():
     handle = Handle(whole("a"))
     start, *_ = asyncio.run(told(ingress_of(handle), WHOLE, (b"host", b"a"), (b"host", b"b")))
