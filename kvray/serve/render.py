@@ -135,6 +135,7 @@ class Prompts:
             add_generation_prompt=asked.get("add_generation_prompt", True),
             continue_final_message=asked.get("continue_final_message", False),
             tokenize=False,
+            chat_template=None,  # one of the client's would run here, and need not end
             **(asked.get("chat_template_kwargs") or {}),
         )
         return self._encode(text, adds_special=bool(asked.get("add_special_tokens", False)))

@@ -142,6 +142,9 @@ def test_a_template_gets_tools_calls_and_key_words(smollm2):
     assert rendered(smollm2, path, **asked) == head + "1<|im_start|>assistant\n"
     assert rendered(smollm2, path, **asked, **mood) == head + "1<|im_start|>assistant\ncalm"
     assert rendered(smollm2, path, messages=messages, add_generation_prompt=False) == head
+    own = json.dumps({**asked, "chat_template_kwargs": {"chat_template": "own"}}).encode()
+    prompts = Prompts(Texts(smollm2).encode, smollm2, adds_special=True)
+    assert prompts.hint(path, own) is None, "the engine alone runs a client's template"
     used = {"type": "tool_use", "id": "1", "name": "look", "input": {"at": 7}}
     result = {"type": "tool_result", "tool_use_id": "1", "content": "seven"}
     theirs = [
