@@ -96,7 +96,7 @@ class Renderers:
         a conversation, which it has kept.
         """
         num = len(self._actors)
-        if not num or not body or len(body) > _RENDERED_BYTES_MAX:
+        if not num or path not in READERS or not body or len(body) > _RENDERED_BYTES_MAX:
             return None
         first = hash(body[:1024]) % num
         place = min(range(num), key=lambda one: (self._num_open[one], (one - first) % num))

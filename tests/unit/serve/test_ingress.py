@@ -16,7 +16,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from kvray.serve import Settings
 from kvray.serve.engine import Head
-from kvray.serve.ingress import Ingress
+from kvray.serve.ingress import Ingress, Renderers
 from kvray.trace import spans
 from tests.unit.serve.test_dispatch import HEAD, HINT, Bringer, Handle, whole
 from tests.unit.tracing import CALLER, TRACE, TRACEPARENT, id_of, parent_of, sdk
@@ -147,6 +147,12 @@ def test_a_request_that_is_no_http_is_refused_before_an_engine_gets_it():
     handle = Handle(whole("a"))
     start, *_ = asyncio.run(told(ingress_of(handle), WHOLE, (b"host", b"a"), (b"host", b"b")))
     assert (start["status"], handle.log) == (400, [])
+
+
+def test_a_request_that_has_no_prompt_waits_for_no_tokens():
+    made = object.__new__(Renderers)
+    made._actors, made._num_open = [None], [0]
+    assert asyncio.run(made.hint("/v1/embeddings", b"{}")) is None
 
 
 def test_a_slow_body_is_given_up():
