@@ -163,8 +163,10 @@ class SharedLoads:
             )
             try:
                 choice: Choice = await asyncio.wait_for(asked, _CHOOSE_S)
-            except (RayError, asyncio.TimeoutError):
+            except BaseException as error:  # also of a request that is given up
                 self._tell("withdraw", request)
+                if not isinstance(error, RayError | asyncio.TimeoutError):
+                    raise
             else:
                 self._elsewhere[request] = choice.replica
                 return choice

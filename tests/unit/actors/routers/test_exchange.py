@@ -38,8 +38,10 @@ class Actor:
             if self.is_dead:
                 answer.set_exception(RayActorError())
                 answer.exception()
-            elif not self.is_late:
-                answer.set_result(getattr(self.inside, name)(*args, **options))
+            else:
+                result = getattr(self.inside, name)(*args, **options)
+                if not self.is_late:
+                    answer.set_result(result)
             return answer
 
         return SimpleNamespace(remote=remote)
@@ -123,6 +125,18 @@ async def test_without_the_actor_a_router_chooses_by_itself(fault):
     assert (await send(one, "r1")).replica != first.replica, "it knows its own"
     one.first_token("r0", 1.0)
     one.done("r0", 1.0)
+
+
+async def test_a_request_that_is_given_up_as_the_actor_chooses_is_nobodys():
+    actor = Actor()
+    (one,) = routers(actor, 1)
+    actor.is_late = True
+    asked = asyncio.create_task(send(one, "r0"))
+    await asyncio.sleep(0)
+    asked.cancel()
+    await asyncio.wait({asked})
+    assert asked.cancelled()
+    assert not actor.inside._requests
 
 
 async def test_the_requests_of_a_router_that_is_gone_end(monkeypatch):
