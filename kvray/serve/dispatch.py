@@ -217,6 +217,7 @@ class Dispatcher:
         """
         self._refuse_too_many()
         asked: list[asyncio.Future[Any]] = []
+        tried: list[Routed] = []
         async with AsyncExitStack() as held:
 
             async def choose(seconds: float) -> set[asyncio.Future[Any]]:
@@ -228,7 +229,8 @@ class Dispatcher:
                 without end by one of the router's tasks, which are two for each replica: soon no
                 request gets one (Ray 2.60).
                 """
-                entering = held.enter_async_context(self._choose(hint))
+                tried.append(Routed())
+                entering = held.enter_async_context(self._choose(hint, tried[-1]))
                 asked.append(Context().run(asyncio.ensure_future, entering))
                 held.callback(asked[-1].cancel)
                 return await wait(seconds)
@@ -243,8 +245,11 @@ class Dispatcher:
                     self._num_queued += 1
                     try:
                         chosen = await wait(_RIVAL_S - _PLACED_S)
-                        if not chosen and time.monotonic() < deadline:
-                            chosen = await choose(math.inf)
+                        while not chosen and time.monotonic() < deadline:
+                            # Serve starts engines for each choice that waits. One that its router
+                            # has not looked at can be at no frozen replica, and stays alone.
+                            is_seen = self._settings.router == "serve" or tried[0].is_seen
+                            chosen = await (choose(math.inf) if is_seen else wait(_PLACED_S))
                     finally:
                         self._num_queued -= 1
                 if not chosen:
@@ -259,8 +264,7 @@ class Dispatcher:
             raise RequestError("All engines are full; try later.", status=429, code="overloaded")
 
     @asynccontextmanager
-    async def _choose(self, hint: Hint | None) -> AsyncIterator[tuple[Any, Routed]]:
-        routed = Routed()
+    async def _choose(self, hint: Hint | None, routed: Routed) -> AsyncIterator[tuple[Any, Routed]]:
         about = {} if hint is None else {"kvray_tokens": hint.tokens, "kvray_salt": hint.salt}
         try:
             async with self._engines.choose_replica(**about, kvray_routed=routed) as choice:

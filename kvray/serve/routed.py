@@ -40,6 +40,11 @@ class Routed:
         if self._is_over:  # its client left while it waited; Serve goes on to choose
             self.over()
 
+    @property
+    def is_seen(self) -> bool:
+        """Whether the router has looked at it; not while no engine runs, or many wait before it."""
+        return self._decisions is not None
+
     def about(self, replica: str) -> dict[str, str | int | float]:
         """Return what the router predicted for a replica, as attributes of a span."""
         cost = self._cost(replica)

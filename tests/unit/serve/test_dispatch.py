@@ -79,7 +79,7 @@ class Handle:
         self._failures = iter(failures)
         self._frozen = frozen
         self.is_thawed = asyncio.Event()
-        self.is_slow_to_leave = False
+        self.is_slow_to_leave, self.looks_at_it = False, True
         self.thaws_at = 0
         self.contexts: list[str] = []
         self.decisions = Mock()
@@ -94,7 +94,8 @@ class Handle:
     ) -> AsyncIterator[Any]:
         assert (kvray_tokens is HINT.tokens, kvray_salt) == (True, HINT.salt)
         self.contexts.append(_get_serve_request_context()._internal_request_id)
-        kvray_routed.follow(self.decisions, f"request {len(self.contexts)}", self.here)
+        if self.looks_at_it:
+            kvray_routed.follow(self.decisions, f"request {len(self.contexts)}", self.here)
         if len(self.contexts) == self.thaws_at:
             self.is_thawed.set()
         if failure := next(self._failures, None):
@@ -286,6 +287,16 @@ async def test_a_choice_that_does_not_come_gets_a_second_one_beside_it(rival_soo
     assert await listen(handle) == [head("b"), b"text"]
     await asyncio.sleep(0)
     assert handle.log == ["choose b", "bring to engine-b", "dispatch b", "leave b", "leave a"]
+
+
+async def test_a_request_that_no_router_has_looked_at_waits_once(rival_soon):
+    handle = Handle(whole("a"), frozen="a")
+    handle.looks_at_it = False
+    asked = asyncio.create_task(listen(handle))
+    await asyncio.sleep(0.2)
+    assert len(handle.contexts) == 1, "Serve's autoscaler counts each"
+    handle.is_thawed.set()
+    assert await asked == [head("a"), b"text"]
 
 
 async def test_an_answer_that_nobody_hears_is_cancelled():
