@@ -9,8 +9,8 @@ beside them (`py_...`); versions lack some of them. The first cache manager asks
 has the bindings' alone; `docs/tensorrt_llm.md` has a table of them.
 
 The engine names an image, video or sound by a digest of its pixels or samples, without their shape
-(1.2) and without what the model's processor was told to make of them, and shows where its tokens
-stand.
+(1.2), and shows where its tokens stand. What the model's processor was told to make of them main
+shows beside it, but in no copy.
 
 `id_of` and `only_generates` say which request the engine speaks of, and raise nothing.
 """
@@ -47,12 +47,18 @@ _NUMBERS = {name for name in MEDIA_FIELDS if name.startswith("multimodal_")} - {
     "multimodal_uuids",
     "multimodal_embedding",
 }
-_DATA = {"image", "video", "audio", "multimodal_embedding", "mrope_config"}
+_BOTH_WAYS = "mm_bidirectional_blocks"
+_TEXT_DATA = {"mrope_config", "multimodal_embed_mask_cumsum", _BOTH_WAYS}
+_DATA = _TEXT_DATA | {
+    "image", "video", "audio", "multimodal_embedding", "multimodal_embedding_lengths",
+    "special_token_offsets", "layout_metadata", "multimodal_encoder_item_metadata",
+    "mm_processor_kwargs_hash",
+}  # fmt: skip
 """What is understood of `py_multimodal_data`: the content of media, which their digests stand for,
-and how keys are turned.
+how keys are turned, what the model's processor was told, and what tokens and digests say as well.
 
-Source: the input processors of `tensorrt_llm/_torch/models`. Those of Qwen's vision models make
-`mrope_config` for every prompt, for one of text as well.
+Source: `inputs/registry.py` and the input processors of `tensorrt_llm/_torch/models`. Those of
+Qwen's vision models make `mrope_config` for every prompt, for one of text as well.
 """
 _TURNED = {"mrope_position_ids", "mrope_position_deltas", "mrope_rotary_cos_sin"}
 
@@ -101,9 +107,12 @@ _REGULAR = (
 _PLAIN = Identity()
 
 
-def identify(request: Any, fingerprint_adapter: FingerprintAdapter) -> Identity | None:
+def identify(
+    request: Any, fingerprint_adapter: FingerprintAdapter, *, with_told: bool = True
+) -> Identity | None:
     """Return the identity of an engine's request; whatever reading a field raises, this raises.
 
+    `with_told`: what the model's processor was told is part of it, where the request shows that.
     None: something enters its KV that cannot be told from here, so it bypasses the cache.
     ConfigError: a media digest of unknown form, or an adapter that cannot be read.
     """
@@ -121,7 +130,7 @@ def identify(request: Any, fingerprint_adapter: FingerprintAdapter) -> Identity 
     turns = fields.pop(_TURNS, 0)
     if not fields.get("multimodal_hashes") and not (type(turns) is int and turns == 0):
         return None
-    media = media_items(fields, prompt_len=prompt_len_of(request))
+    media = media_items(fields, prompt_len=prompt_len_of(request), with_told=with_told)
     lora = _lora(fields, fingerprint_adapter)
     if media is None or lora is None:
         return None
@@ -274,9 +283,9 @@ class RequestReader:
             identity=identity,
         )
 
-    def identify(self, request: Any) -> Identity | None:
+    def identify(self, request: Any, *, with_told: bool = True) -> Identity | None:
         """Return what the request shows of what enters its keys; raises as `identify`."""
-        return identify(request, self.adapters.fingerprint)
+        return identify(request, self.adapters.fingerprint, with_told=with_told)
 
     def is_lacking(self, request: Any) -> bool:
         """Whether a request lacks fields that others have, or that never come one by one."""
@@ -293,19 +302,24 @@ class RequestReader:
         return is_lacking
 
 
-def media_items(fields: Mapping[str, Any], *, prompt_len: int) -> tuple[MediaItem, ...] | None:
+def media_items(
+    fields: Mapping[str, Any], *, prompt_len: int, with_told: bool = True
+) -> tuple[MediaItem, ...] | None:
     """Return the media items of a request; None if there are some without digest or position.
 
     `fields` are those of MEDIA_FIELDS that are set. An item that begins behind `prompt_len` would
-    enter no key. ConfigError: a digest of unknown form.
+    enter no key. Items read in both directions have none: no promise may end within one.
+    `with_told` as for `identify`. ConfigError: a digest of unknown form.
     """
     hashes: Any = fields.get("multimodal_hashes")
-    if not _is_known(fields.get("py_multimodal_data")):
+    data = fields.get("py_multimodal_data")
+    if not _is_known(data):
         return None
     if hashes is None:
         return () if _is_text_only(fields) else None
     numbers = [fields[name] for name in MEDIA_FIELDS if name in fields and name in _NUMBERS]
-    if not are_whole(numbers):
+    told = data.get("mm_processor_kwargs_hash", "") if data and with_told else ""
+    if not are_whole(numbers) or type(told) is not str or (data or {}).get(_BOTH_WAYS):
         return None
     extents = _extents(fields, len(hashes))
     if extents is None or not all(_is_within(extent, prompt_len) for extent in extents):
@@ -313,7 +327,9 @@ def media_items(fields: Mapping[str, Any], *, prompt_len: int) -> tuple[MediaIte
     return tuple(
         MediaItem(
             position=extent[0],
-            digest=frame(_packed(words), to_text(extent).encode(), _turned(fields, extent)),
+            digest=frame(
+                _packed(words), to_text(extent).encode(), _turned(fields, extent), told.encode()
+            ),
         )
         for extent, words in zip(extents, hashes, strict=True)
     )
@@ -341,9 +357,9 @@ def _is_text_only(fields: Mapping[str, Any]) -> bool:
     if named != ["py_multimodal_data"]:
         return not named
     data = fields["py_multimodal_data"]
-    if set(data) != {"mrope_config"}:
+    if not set(data) <= _TEXT_DATA:
         return False
-    positions = data["mrope_config"].get("mrope_position_ids")
+    positions = data.get("mrope_config", {}).get("mrope_position_ids")
     if not _is_readable(positions):
         return True  # it is not there, or on a device
     return bool((np.asarray(positions) == np.arange(np.shape(positions)[-1])).all())

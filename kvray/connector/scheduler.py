@@ -118,11 +118,12 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         """Check that the request is the one that was keyed; save nothing of it if it is not."""
         shared, shown = self._shared, None
         with shared.boundary.around("a request"):
-            shown = self._reader.identify(request)
+            shown = self._reader.identify(request, with_told=False)
             shown = None if shown is None else shared.under_tenant(shown)
-        unlike_at: int | None = 0
+        # Whatever is said of media changes nothing before the first of them.
+        unlike_at: int | None = min((item.position for item in state.media), default=0)
         if shown is None:
-            self._reader.hides_media = True
+            self._reader.hides_media |= not state.media
         else:
             seed = request_seed(state.namespace, salt=shown.salt, lora=shown.lora)
             unlike_at = state.unlike_at(seed, shown.media)

@@ -75,9 +75,14 @@ def test_text_is_told_by_the_request_itself_where_the_engine_asks_with_it(
     assert make_engine(model=llava).serve(SEEN).num_hit == 36
 
 
-def test_a_promise_that_ends_before_what_was_not_shown_is_kept(make_engine, stored):
+@pytest.mark.parametrize("is_new", [False, True], ids=["turned", "new"])
+def test_a_promise_that_ends_before_what_was_not_shown_is_kept(make_engine, stored, is_new):
     stored(SEEN[:6], max_new=1, is_flat=True)
-    assert make_engine(is_flat=True).serve(SEEN, **picture(1), **turned(3)).num_hit == 4
+    data = {"py_multimodal_data": {"taste": 1}} if is_new else turned(3)
+    warm = make_engine(is_flat=True)
+    assert warm.serve(SEEN, **picture(1), **data).num_hit == 4
+    warm.serve(PROMPT)
+    assert warm.totals["bypassed_requests"] == 0
 
 
 def test_a_promise_is_not_kept_to_a_request_that_turns_out_to_have_more_than_text(
@@ -111,6 +116,19 @@ def test_media_with_digests_are_shared_by_their_digests(make_engine, stored, is_
     """The picture begins at token 6: one block lies before it."""
     stored(fields=picture(1), is_flat=is_flat)
     assert make_engine(is_flat=is_flat).serve(PROMPT, **picture(digest)).num_hit == hit
+
+
+@pytest.mark.parametrize("media", [True, False], ids=["media", "text"])
+def test_what_the_input_processor_says_again_beside_a_prompt_is_no_reason_to_bypass(
+    make_engine, stored, is_flat, media
+):
+    """As with Mistral's vision models in 1.2, and with all of them on main."""
+    text = {"mm_bidirectional_blocks": False, "multimodal_embed_mask_cumsum": torch.arange(9)}
+    said = {"multimodal_embedding_lengths": [10], "special_token_offsets": [9], **text}
+    data = {"image": 1, **said} if media else {"mrope_config": {}, **text}
+    fields = {"py_multimodal_data": data} | (picture(1) if media else {})
+    stored(SEEN, fields=fields, is_flat=is_flat)
+    assert make_engine(is_flat=is_flat).serve(SEEN, **fields).num_hit == 36
 
 
 def test_adapters_are_not_served_where_no_path_of_theirs_is_bound(make_engine, tmp_path, caplog):

@@ -110,6 +110,14 @@ def test_media_may_have_their_content_beside_their_digests():
     assert media_of(**fields, py_multimodal_data=data) == media_of(**fields)
 
 
+def test_what_the_processor_was_told_of_media_enters_where_the_engine_asks_with_it():
+    told = [{"py_multimodal_data": {"mm_processor_kwargs_hash": one}} for one in "ab"]
+    first, other = (media_of(**PLACED, **one) for one in told)
+    assert first != other
+    seen = [SimpleNamespace(**PLACED, **one) for one in (*told, {"py_multimodal_data": {}})]
+    assert len({identify(one, UNKNOWN, with_told=False) for one in seen}) == 1
+
+
 class Bound:
     """As a request of C++, some of whose properties raise where they do not apply."""
 
@@ -164,6 +172,8 @@ def test_an_object_that_has_every_attribute_has_what_nobody_can_tell():
         {"py_multimodal_data": {"mrope_config": {}, "taste": object()}},
         {**PLACED, "py_multimodal_data": {"image": object(), "taste": object()}},
         {**PLACED, "py_multimodal_data": {"mrope_config": {"ids": object()}}},
+        {**PLACED, "py_multimodal_data": {"image": object(), "mm_bidirectional_blocks": True}},
+        {**PLACED, "py_multimodal_data": {"image": object(), "mm_processor_kwargs_hash": None}},
         {**PLACED, "py_multimodal_data": object()},
         {**PLACED, "multimodal_taste": object()},
         {"py_multimodal_taste": 0},
