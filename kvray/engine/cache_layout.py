@@ -48,6 +48,9 @@ class Region:
     num_planes: int = 0
     """Equal shares of a page, each with the rank's KV heads one after the other, such as the keys
     of one layer; 0: it is not known to be made of such."""
+    view: tuple[tuple[int, int], ...] = ()
+    """(Length, stride) of each dimension that the engine's kernels see in a layer's page, in
+    elements; empty: that is not told."""
 
     @property
     def is_gap(self) -> bool:
@@ -166,7 +169,11 @@ def _blocks(window: int | None, tokens_per_block: int) -> int | None:
 
 
 def _describe(region: Region) -> list[object]:
-    return [region.size, [[*step] for step in region.steps]]
+    return [
+        region.size,
+        [[*step] for step in region.steps],
+        *([region.view] if region.view else ()),
+    ]
 
 
 _SIZES = (1, 2, 4, 8)

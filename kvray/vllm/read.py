@@ -260,15 +260,23 @@ def _regions(
                 " VLLM_KV_CACHE_LAYOUT."
             )
         storage = _storage(kv_caches, layers, placed)
+        # Where kernels have smaller blocks, heads lie in each of those: `create_kv_cache_views`.
+        first = kv_caches[layers[0]]
+        view = tuple(zip(first.shape[1:], first.stride()[1:], strict=True))
         if placed.layer_stride == page_bytes:  # a block has its layers end to end
-            yield _region(storage, config, placed, 0, [numbers[name] for name in layers])
+            yield _region(storage, config, placed, 0, [numbers[name] for name in layers], view)
             continue
         for index, name in enumerate(layers):
-            yield _region(storage, config, placed, index, [numbers[name]])
+            yield _region(storage, config, placed, index, [numbers[name]], view)
 
 
 def _region(
-    storage: torch.Tensor, config: Any, placed: Any, index: int, layers: list[int]
+    storage: torch.Tensor,
+    config: Any,
+    placed: Any,
+    index: int,
+    layers: list[int],
+    view: tuple[tuple[int, int], ...],
 ) -> Region:
     page_bytes = int(config.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
     start = placed.offset + index * placed.layer_stride
@@ -279,7 +287,7 @@ def _region(
         LayerRange((layer,), place * page_bytes, (place + 1) * page_bytes)
         for place, layer in enumerate(layers)
     ]
-    return Region(pages=pages, steps=tuple(steps))
+    return Region(pages=pages, steps=tuple(steps), view=view)
 
 
 def _storage(kv_caches: dict[str, torch.Tensor], layers: list[str], placed: Any) -> torch.Tensor:

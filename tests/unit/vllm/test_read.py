@@ -206,6 +206,15 @@ def test_a_page_has_each_layer_s_bytes_of_its_block(is_packed):
     assert [step.layers for region in group.own for step in region.steps] == [(0,), (1,), (2,)]
 
 
+def test_pages_whose_heads_lie_in_other_blocks_of_kernels_are_other_pages():
+    """As FlashInfer's with heads outermost, whose blocks are smaller where it has no cubins."""
+    described = cache_config()
+    whole = {name: one.view(BLOCKS, 2, 4, 4) for name, one in caches(described).items()}
+    halves = {name: one.view(2 * BLOCKS, 2, 2, 4) for name, one in caches(described).items()}
+    layouts = [read_layout(each, described).describe() for each in (whole, halves, whole)]
+    assert layouts[0] == layouts[2] != layouts[1]
+
+
 def test_pages_are_the_engine_s_own_memory():
     described = cache_config()
     tensors = caches(described)
