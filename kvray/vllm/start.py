@@ -40,7 +40,10 @@ _OVERRIDES = (
 )  # fmt: skip
 _QUANTIZATION = ("quantization", "quantization_config")
 _CACHE = ("cache_dtype", "sliding_window", "kv_cache_dtype_skip_layers")
-_MEDIA = ("mm_processor_kwargs", "mm_device_do_normalize")
+_MEDIA = (
+    "mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype",
+    "video_pruning_rate", "video_pruning_method",
+)  # fmt: skip
 _ADAPTERS = ("max_lora_rank", "lora_dtype", "fully_sharded_loras", "target_modules")
 
 
@@ -99,8 +102,10 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
 
 
 def _backend(vllm_config: Any) -> str:
-    named = field_of(field_of(vllm_config, "attention_config"), "backend")
-    return text_of(named, "name") or "default"
+    config = field_of(vllm_config, "attention_config")
+    named = text_of(field_of(config, "backend"), "name") or "default"
+    by_kind = field_of(config, "backend_per_kind")
+    return f"{named} {to_text(by_kind)}" if by_kind else named
 
 
 def _device(vllm_config: Any) -> str:

@@ -1,5 +1,6 @@
 """The scheduler's half alone: it needs of vLLM the names of three classes, and what vLLM asks."""
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from kvray.errors import ConfigError
 from kvray.vllm.held import Hold, Holds
 from tests.kit.apart import ARGS, BLOCK, Apart
 from tests.kit.connector import HIT, PROMPT
+from tests.unit.vllm.test_read import cache_config
 from tests.unit.vllm.test_read import request as request_of
 
 if TYPE_CHECKING:
@@ -124,6 +126,37 @@ def test_replicas_share_no_blocks_if_the_cpu_of_one_packs_them_otherwise(schedul
         found.append(_device(config))
     assert found[0] != found[1]
     assert _device(SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"))) == "cuda"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"video_pruning_method": "vidcom2"},  # it keeps other tokens of a video, and as many
+        {"mm_encoder_attn_dtype": "fp8"},
+        {"backend_per_kind": {"full_attention": "B12X"}},  # it has keys before values
+    ],
+)
+def test_replicas_that_compute_or_keep_otherwise_share_no_blocks(scheduling, monkeypatch, change):
+    from kvray.vllm.start import read_args
+
+    envs = SimpleNamespace(VLLM_ENABLE_V1_MULTIPROCESSING=True)
+    monkeypatch.setattr(sys.modules["vllm"], "envs", envs, raising=False)
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.32.0", raising=False)
+
+    def args(**fields: Any) -> tuple[str, str]:
+        said = SimpleNamespace(**fields)
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(model="nowhere", multimodal_config=said),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
+            device_config=SimpleNamespace(device_type="cuda"),
+            load_config=SimpleNamespace(load_format="auto"),
+            attention_config=said,
+        )
+        found = read_args(config, cache_config())
+        return found.overrides, found.attention_backend
+
+    assert args(**change) == args(**change) != args()
 
 
 def test_what_vllm_takes_is_loaded_and_after_a_preemption_is_no_hit_of_the_answer(half):
