@@ -1,9 +1,11 @@
 """How both halves of the connector begin, and what vLLM carries between them."""
 
+import hashlib
 import platform
 import socket
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,6 +80,7 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
         overrides=to_text(
             {
                 "model": canonical_text(model, _OVERRIDES),
+                "config": _config_of(str(field_of(model, "hf_config_path"))),
                 "cache": canonical_text(cache, _CACHE),
                 "media": canonical_text(field_of(model, "multimodal_config"), _MEDIA),
                 "dtype": str(field_of(model, "dtype")),
@@ -99,6 +102,12 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
         takes_offers_later=True,
         served_name=str(field_of(model, "served_model_name") or ""),
     )
+
+
+def _config_of(path: str) -> str:
+    """Return a digest of the configuration that takes the place of the checkpoint's, if here."""
+    config = Path(path, "config.json")
+    return hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else ""
 
 
 def _backend(vllm_config: Any) -> str:

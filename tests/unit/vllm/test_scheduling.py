@@ -136,7 +136,9 @@ def test_replicas_share_no_blocks_if_the_cpu_of_one_packs_them_otherwise(schedul
         {"backend_per_kind": {"full_attention": "B12X"}},  # it has keys before values
     ],
 )
-def test_replicas_that_compute_or_keep_otherwise_share_no_blocks(scheduling, monkeypatch, change):
+def test_replicas_that_compute_or_keep_otherwise_share_no_blocks(
+    scheduling, monkeypatch, tmp_path, change
+):
     from kvray.vllm.start import read_args
 
     envs = SimpleNamespace(VLLM_ENABLE_V1_MULTIPROCESSING=True)
@@ -146,7 +148,9 @@ def test_replicas_that_compute_or_keep_otherwise_share_no_blocks(scheduling, mon
     def args(**fields: Any) -> tuple[str, str]:
         said = SimpleNamespace(**fields)
         config = SimpleNamespace(
-            model_config=SimpleNamespace(model="nowhere", multimodal_config=said),
+            model_config=SimpleNamespace(
+                model="nowhere", multimodal_config=said, hf_config_path=tmp_path
+            ),
             cache_config=SimpleNamespace(cache_dtype="auto"),
             parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
             device_config=SimpleNamespace(device_type="cuda"),
@@ -156,7 +160,10 @@ def test_replicas_that_compute_or_keep_otherwise_share_no_blocks(scheduling, mon
         found = read_args(config, cache_config())
         return found.overrides, found.attention_backend
 
-    assert args(**change) == args(**change) != args()
+    before = args()
+    assert args(**change) == args(**change) != before
+    (tmp_path / "config.json").write_text('{"rope_theta": 5e5}')
+    assert before != args() == args()
 
 
 def test_what_vllm_takes_is_loaded_and_after_a_preemption_is_no_hit_of_the_answer(half):
