@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -309,6 +310,23 @@ def test_verbose_shows_where_an_error_came_from(run_kvray):
     assert done.returncode == 2
     assert "Traceback" in done.stderr
     assert "ShardUnavailable" in done.stderr
+
+
+INTERRUPT = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, *rest):
+        if name == "kvray.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from kvray.__main__ import main
+main()
+"""
+
+
+def test_ctrl_c_while_a_command_loads_ends_it_without_a_traceback():
+    done = forks.run(sys.executable, "-c", INTERRUPT)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_help_imports_neither_ray_nor_torch():
