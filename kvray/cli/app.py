@@ -1,6 +1,7 @@
 """The command line: all commands, as the help page groups them."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -68,6 +69,10 @@ def _options(
 
 def main() -> None:
     """Run the command line of this process."""
+    if sys.stderr is None:  # closed: errors would go to stdout, or into the next file that opens
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.set_inheritable(2, True)  # which dup2 leaves out if it is that number already
+        sys.stderr = os.fdopen(2, "w")
     output = Output(sys.stdout)
     with contextlib.redirect_stdout(output):
         try:

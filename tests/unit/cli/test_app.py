@@ -203,6 +203,16 @@ def test_closed_stdout_is_said():
     assert done.stderr.startswith("kvray: stdout is closed")
 
 
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [("config show --json -c none", 2, ""), ("down", 0, "No tier no-such-tier was running.\n")],
+)
+def test_closed_stderr_changes_neither_output_nor_status(command, status, said):
+    environ = {**os.environ, "KVRAY_CLUSTER_NAME": "no-such-tier"}
+    done = forks.run("sh", "-c", f"exec {sys.executable} -m kvray {command} 2>&-", env=environ)
+    assert (done.returncode, done.stdout) == (status, said)
+
+
 @pytest.fixture
 def closed_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
