@@ -81,17 +81,28 @@ def test_an_address_where_nobody_listens_is_told_at_once(address):
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None])
-def test_a_port_of_something_else_is_told_within_seconds(answer, monkeypatch):
+OTHER = r"Ray head, or one with TLS; correct ray\.address"
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (b"", OTHER),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", OTHER),
+        (None, r"^Nobody answers .* \(timed out\)"),
+    ],
+    ids=["closes", "HTTP", "hangs"],
+)
+def test_a_port_of_something_else_or_of_a_head_that_hangs_is_told_in_seconds(
+    answer, says, monkeypatch
+):
     monkeypatch.setattr(connection, "_PROBE_S", 1.0)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         peer = _answering(listener, answer)
         began = time.monotonic()
-        with pytest.raises(
-            ShardUnavailable, match=r"Ray head, or one with TLS; correct ray\.address"
-        ):
+        with pytest.raises(ShardUnavailable, match=says):
             connection.connect(f"127.0.0.1:{listener.getsockname()[1]}", "t")
         assert time.monotonic() - began < 10
         os.kill(peer, signal.SIGKILL)

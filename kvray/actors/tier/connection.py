@@ -121,7 +121,7 @@ def _speaks_http2(probe: socket.socket) -> bool:
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return True
     answer = b""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(ConnectionError):  # a time-out is of a head that hangs
         probe.sendall(_HTTP2_HELLO)
         while len(answer) < 9 and (chunk := probe.recv(9 - len(answer))):
             answer += chunk
