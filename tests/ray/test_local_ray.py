@@ -139,6 +139,12 @@ def test_the_right_token_is_adopted_from_the_local_cluster(local):
     assert int(done.stdout) >= 1, done.stderr
 
 
+def test_a_ray_of_another_user_is_told_and_does_not_end_the_process(local):
+    done = run(f"import os\nos.access = lambda *_: False\n{CONNECT}")
+    assert "raylet belongs; run this as that user." in done.stderr.splitlines()[-1]
+    assert (done.returncode, "ShardUnavailable" in done.stderr) == (1, True)
+
+
 def test_signal_handlers_outlive_the_connection(local):
     done = run(
         "import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: print('ours'))\n"

@@ -5,10 +5,12 @@ Each function says why kvray needs it, and what happens with a Ray that no longe
 
 import contextlib
 import importlib
+import os
 import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -52,6 +54,27 @@ def signals_kept() -> Iterator[None]:
         for signum, handler in handlers.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextlib.contextmanager
+def others_refused() -> Iterator[None]:
+    """Raise ShardUnavailable within the block where Ray would connect to that of another user.
+
+    Without it Ray's core, which may not write to that Ray's files, ends this process by SIGABRT.
+    """
+    connect: Any = getattr(ray._private.worker, "connect", None)
+
+    def connect_to_own(node: Any, *args: Any, **options: Any) -> Any:
+        socket = Path(getattr(node, "raylet_socket_name", "."))
+        if socket.exists() and not os.access(socket, os.W_OK):
+            raise ShardUnavailable(
+                f"The Ray of this node is of another user, to whom {socket} belongs; run this as"
+                " that user."
+            )
+        return connect(node, *args, **options)
+
+    with _replaced("ray._private.worker", "connect", connect_to_own):
+        yield
 
 
 def read_token_again() -> None:

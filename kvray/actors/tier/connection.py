@@ -13,7 +13,7 @@ import ray
 
 from kvray.actors.names import namespace_of
 from kvray.actors.ray_glue.calls import in_short
-from kvray.actors.ray_glue.private import few_tries, read_token_again, signals_kept
+from kvray.actors.ray_glue.private import few_tries, others_refused, read_token_again, signals_kept
 from kvray.actors.tier.local_ray import find
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError, ShardUnavailable
@@ -26,11 +26,12 @@ _HTTP2_SETTINGS = 4
 def connect(address: str, cluster_name: str) -> None:
     """Connect this process to a Ray cluster as a driver, in the namespace of a tier.
 
-    ShardUnavailable: nobody answers there, or the token is not the cluster's.
+    ShardUnavailable: nobody answers there, the token is not the cluster's, or this node's Ray is of
+    another user.
     """
     _check_address(address)
     try:
-        with few_tries(), signals_kept(), _words_held():
+        with few_tries(), signals_kept(), others_refused(), _words_held():
             ray.init(
                 address=address,
                 namespace=namespace_of(cluster_name),
@@ -38,6 +39,9 @@ def connect(address: str, cluster_name: str) -> None:
                 logging_level=logging.ERROR,
                 configure_logging=False,
             )
+    except ShardUnavailable:
+        disconnect()
+        raise
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         disconnect()
         cause = in_short(error.__cause__ or error).partition(". ")[0]
