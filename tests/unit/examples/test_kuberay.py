@@ -443,11 +443,16 @@ def test_what_watches_and_guards_is_there_when_it_is_asked_for():
     ]
 
 
-def test_pods_have_the_account_variables_and_affinity_that_are_given():
+def test_pods_have_the_account_variables_affinity_and_files_that_are_given():
     mine = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
     env = [{"name": "NCCL_DEBUG", "value": "INFO"}]
+    secret = {"name": "tenants", "secret": {"secretName": "tenants", "defaultMode": 0o440}}
+    mount = {"name": "tenants", "mountPath": "/tenants", "readOnly": True}
     values = {
         "arena": {"place": "host"},
+        "kvray": {"security": {"tenant_secret_file": "/tenants/secret"}},
+        "extraVolumes": [secret],
+        "extraVolumeMounts": [mount],
         "serviceAccount": {"create": True, "annotations": {"a": "b"}},
         "head": {"extraEnv": env, "affinity": mine},
         "worker": {"extraEnv": env},
@@ -463,6 +468,8 @@ def test_pods_have_the_account_variables_and_affinity_that_are_given():
         assert pod["spec"]["serviceAccountName"] == "kvray"
         assert pod["spec"]["containers"][0]["env"][-1:] == env
         assert pod["spec"]["affinity"].keys() == {"nodeAffinity", own} - {None}
+        assert secret in pod["spec"]["volumes"]
+        assert mount in pod["spec"]["containers"][0]["volumeMounts"]
 
 
 def test_a_token_is_made_unless_a_secret_is_named():

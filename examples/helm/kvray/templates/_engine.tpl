@@ -29,7 +29,7 @@
       memory: {{ .Values.engine.memory }}
       nvidia.com/gpu: {{ .Values.engine.gpus | quote }}
   volumeMounts:
-    - {name: config, mountPath: /etc/kvray}
+    {{- include "kvray.mounts" . | nindent 4 }}
     - {name: kvray, mountPath: /kvray}
     - {name: engine-dshm, mountPath: /dev/shm}
     - {name: models, mountPath: /models, readOnly: true}

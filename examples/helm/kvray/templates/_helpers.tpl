@@ -118,3 +118,18 @@ imagePullSecrets:
   {{- end }}
 {{- end }}
 {{- end }}
+
+{{- define "kvray.mounts" -}}
+- {name: config, mountPath: /etc/kvray}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "kvray.volumes" -}}
+- name: config
+  configMap: {name: {{ .Release.Name }}}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
