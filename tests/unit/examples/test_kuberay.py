@@ -472,6 +472,14 @@ def test_pods_have_the_account_variables_affinity_and_files_that_are_given():
         assert mount in pod["spec"]["containers"][0]["volumeMounts"]
 
 
+def test_directories_of_the_node_belong_to_the_user_of_the_pods():
+    user = {"runAsUser": 1000650000, "runAsGroup": 2000, "fsGroup": 3000}
+    pod = worker({"arena": {"place": "host"}, "podSecurityContext": user})
+    (init,) = pod["initContainers"]
+    assert user.items() <= pod["securityContext"].items()
+    assert init["command"][2].startswith("chown 1000650000:2000 /kvray ")
+
+
 def test_a_token_is_made_unless_a_secret_is_named():
     def tokens(values: dict[str, Any]) -> list[str]:
         objects = yaml.safe_load_all(helm.render(values)["config.yaml"])

@@ -106,8 +106,12 @@ env:
 {{- end }}
 
 {{/* One user in every container: arena and socket are that user's alone. */}}
+{{- define "kvray.user" -}}
+{{- merge (deepCopy .Values.podSecurityContext) (dict "runAsUser" 1000 "runAsGroup" 1000 "fsGroup" 1000) | toYaml }}
+{{- end }}
+
 {{- define "kvray.pod" -}}
-securityContext: {{- merge (dict "runAsUser" 1000 "runAsGroup" 1000 "fsGroup" 1000) .Values.podSecurityContext | toYaml | nindent 2 }}
+securityContext: {{- include "kvray.user" . | nindent 2 }}
 {{- with include "kvray.account" . }}
 serviceAccountName: {{ . }}
 {{- end }}
