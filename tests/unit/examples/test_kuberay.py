@@ -480,6 +480,12 @@ def test_directories_of_the_node_belong_to_the_user_of_the_pods():
     assert init["command"][2].startswith("chown 1000650000:2000 /kvray ")
 
 
+def test_every_image_is_pulled_by_the_policy_that_is_given():
+    pod = worker({"arena": {"place": "host"}, "images": {"pullPolicy": "Never"}})
+    for one in (*pod["initContainers"], *pod["containers"]):
+        assert one["imagePullPolicy"] == "Never"
+
+
 def test_a_token_is_made_unless_a_secret_is_named():
     def tokens(values: dict[str, Any]) -> list[str]:
         objects = yaml.safe_load_all(helm.render(values)["config.yaml"])
