@@ -480,6 +480,13 @@ def test_directories_of_the_node_belong_to_the_user_of_the_pods():
     assert init["command"][2].startswith("chown 1000650000:2000 /kvray ")
 
 
+def test_the_head_goes_to_the_nodes_that_are_given():
+    place = {"nodeSelector": {"pool": "ray"}, "tolerations": [{"key": "pool", "value": "ray"}]}
+    cluster = yaml.safe_load(helm.render({"head": place})["raycluster.yaml"])
+    assert place.items() <= cluster["spec"]["headGroupSpec"]["template"]["spec"].items()
+    assert "pool" not in worker({"head": place})["nodeSelector"]
+
+
 def test_every_image_is_pulled_by_the_policy_that_is_given():
     pod = worker({"arena": {"place": "host"}, "images": {"pullPolicy": "Never"}})
     for one in (*pod["initContainers"], *pod["containers"]):

@@ -110,7 +110,15 @@ env:
 {{- merge (deepCopy .Values.podSecurityContext) (dict "runAsUser" 1000 "runAsGroup" 1000 "fsGroup" 1000) | toYaml }}
 {{- end }}
 
+{{/* What every pod has. Called with the root, and the values of the nodes that it is for. */}}
 {{- define "kvray.pod" -}}
+{{- with .nodes.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .nodes.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .root }}
 securityContext: {{- include "kvray.user" . | nindent 2 }}
 {{- with include "kvray.account" . }}
 serviceAccountName: {{ . }}
@@ -120,6 +128,7 @@ imagePullSecrets:
   {{- range . }}
   - {name: {{ . }}}
   {{- end }}
+{{- end }}
 {{- end }}
 {{- end }}
 
