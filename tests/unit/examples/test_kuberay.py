@@ -487,6 +487,12 @@ def test_the_head_goes_to_the_nodes_that_are_given():
     assert "pool" not in worker({"head": place})["nodeSelector"]
 
 
+@pytest.mark.parametrize(("cpu", "written"), [(8, "8"), (0.5, "0.5"), ("1500m", "1500m")])
+def test_cpus_may_be_a_number_as_set_writes_them(cpu, written):
+    for container in worker({"worker": {"cpu": cpu}, "engine": {"cpu": cpu}})["containers"]:
+        assert container["resources"]["requests"]["cpu"] == written
+
+
 def test_every_image_is_pulled_by_the_policy_that_is_given():
     pod = worker({"arena": {"place": "host"}, "images": {"pullPolicy": "Never"}})
     for one in (*pod["initContainers"], *pod["containers"]):
