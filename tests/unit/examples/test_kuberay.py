@@ -357,6 +357,8 @@ def test_a_pod_ends_after_the_flush_and_a_limit_that_is_large_enough_stays(flush
     ("values", "sentence"),
     [
         ({"arena": {"place": "disk"}}, "at '/arena/place': value must be one of 'pod', 'host'"),
+        ({"networkPolicy": None}, "at '': missing property 'networkPolicy'"),
+        ({"nodes": {"affinity": None}}, "at '/nodes': missing property 'affinity'"),
         ({"wrker": {}}, "at '': additional properties 'wrker' not allowed"),
         ({"engine": {"gpus": "8"}}, "at '/engine/gpus': got string, want integer"),
         (
