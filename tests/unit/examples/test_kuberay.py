@@ -357,6 +357,14 @@ def test_a_pod_ends_after_the_flush_and_a_limit_that_is_large_enough_stays(flush
     ("values", "sentence"),
     [
         ({"arena": {"place": "disk"}}, "at '/arena/place': value must be one of 'pod', 'host'"),
+        *(
+            (
+                {"nodes": {"replicas": replicas}},
+                f"nodes.replicas is {replicas}, but KubeRay keeps it between nodes.minReplicas and"
+                " nodes.maxReplicas; change those, too.",
+            )
+            for replicas in (0, 100)
+        ),
         ({"networkPolicy": None}, "at '': missing property 'networkPolicy'"),
         ({"nodes": {"affinity": None}}, "at '/nodes': missing property 'affinity'"),
         ({"wrker": {}}, "at '': additional properties 'wrker' not allowed"),
