@@ -447,9 +447,9 @@ class ZmqPublisher:
             listener = socket.create_server(
                 (host, port), family=family, backlog=_WAITING_MAX, dualstack_ipv6=is_dual
             )
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise ConfigError(
-                f"KV events cannot be published on {address} ({error.strerror})."
+                f"KV events cannot be published on {address} ({getattr(error, 'strerror', error)})."
             ) from None
         prepare(listener)
         bound = endpoint(host, listener.getsockname()[1])

@@ -100,7 +100,7 @@ def _check_address(address: str) -> None:
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or "://" in address:
+    if not host or not port.isdecimal() or "://" in address:
         raise ConfigError(
             f"{address!r} is no Ray address; write host:port, for example 10.0.0.5:6379, in"
             " --address, ray.address or RAY_ADDRESS."
@@ -108,7 +108,7 @@ def _check_address(address: str) -> None:
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S) as probe:
             speaks = _speaks_http2(probe)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # the last of host names
         raise ShardUnavailable(
             f"Nobody answers at the Ray address {address} ({error}); start Ray there, or correct"
             " it in --address, ray.address or RAY_ADDRESS."

@@ -148,9 +148,10 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         is_all = host == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server((host, port), family=family, dualstack_ipv6=is_all)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", error)
         raise ConfigError(
-            f"The page cannot listen at {host} port {port} ({error.strerror}); give another with"
+            f"The page cannot listen at {host} port {port} ({why}); give another with"
             " --host or --port."
         ) from None
     with listener:

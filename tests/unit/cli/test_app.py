@@ -147,6 +147,9 @@ def test_unknown_setting_is_refused_with_its_line_and_the_nearest_one(
     [
         ("up --config nowhere.yaml", ("nowhere.yaml", "cannot be read")),
         ("up --address head", ("'head' is no Ray address",)),
+        ("up --address 10.0..5:6379", ("Nobody answers at the Ray address 10.0..5:6379",)),
+        ("up --address head:\u00b2", ("is no Ray address",)),
+        ("dashboard serve --host 10.0..5", ("cannot listen at 10.0..5 port 8270",)),
         ("up --port 7000 --address 10.0.0.5:6379", ("leave one of the two out",)),
         ("up --dashboard --address 10.0.0.5:6379", ("leave one of the two out",)),
         ("status --watch --json", ("--watch", "--json")),

@@ -308,9 +308,10 @@ def test_events_that_make_no_sense_and_a_defect_do_not_end_it(subscriber, monkey
         wait_for(lambda: leading_of_a(subscriber, [*range(4)]) == 1, "what came after")
 
 
-def test_an_address_of_another_node_is_refused():
+@pytest.mark.parametrize("host", ["192.0.2.1", "10.0..5"])
+def test_an_address_of_another_node_or_of_none_is_refused(host):
     with pytest.raises(ConfigError, match="cannot be published"):
-        PoolFeed(Buffer().drain, block_size=BLOCK, host="192.0.2.1")
+        PoolFeed(Buffer().drain, block_size=BLOCK, host=host)
 
 
 def drained(status: int, kind: str, body: bytes) -> list[Any]:

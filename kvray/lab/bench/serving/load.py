@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.random import default_rng
@@ -60,9 +62,11 @@ def parse_endpoint(text: str) -> tuple[str, str]:
     if not is_named:
         name = url
     url = url.rstrip("/").removesuffix("/v1")
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url {text}: give NAME=http://host:port.")
-    return name, url
+    with contextlib.suppress(ValueError):  # of what stands for a port
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return name, url
+    raise ConfigError(f"--url {text}: give NAME=http://host:port.")
 
 
 async def ask_model(name: str, url: str) -> str:

@@ -226,8 +226,9 @@ def test_the_model_is_what_the_endpoint_lists_and_one_that_is_gone_is_named():
 )
 def test_endpoints_are_named_and_what_is_no_url_is_refused(text, expected):
     assert parse_endpoint(text) == expected
-    with pytest.raises(ConfigError, match="give NAME=http"):
-        parse_endpoint("a=host:1")
+    for wrong in ("a=host:1", "a=http://host:80OO", "a=http://[::1", "a=http://"):
+        with pytest.raises(ConfigError, match="give NAME=http"):
+            parse_endpoint(wrong)
 
 
 def test_command_compares_two_endpoints(run_kvray, tmp_path):
