@@ -139,9 +139,18 @@ def test_the_right_token_is_adopted_from_the_local_cluster(local):
     assert int(done.stdout) >= 1, done.stderr
 
 
-def test_a_ray_of_another_user_is_told_and_does_not_end_the_process(local):
-    done = run(f"import os\nos.access = lambda *_: False\n{CONNECT}")
-    assert "raylet belongs; run this as that user." in done.stderr.splitlines()[-1]
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("os.access = lambda *_: False", "raylet belongs; run this as that user."),
+        ("private.Path = lambda _: PosixPath('/none')", "it has no /none; run this on a node"),
+    ],
+    ids=["another user", "no node"],
+)
+def test_a_ray_that_is_not_of_here_is_told_and_does_not_end_the_process(local, place, says):
+    imports = "import os; from pathlib import PosixPath; from kvray.actors.ray_glue import private"
+    done = run(f"{imports}\n{place}\n{CONNECT}")
+    assert says in done.stderr.splitlines()[-1]
     assert (done.returncode, "ShardUnavailable" in done.stderr) == (1, True)
 
 

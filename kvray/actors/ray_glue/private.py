@@ -58,15 +58,21 @@ def signals_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def others_refused() -> Iterator[None]:
-    """Raise ShardUnavailable within the block where Ray would connect to that of another user.
+    """Raise ShardUnavailable within the block where Ray has no node that this process may use.
 
-    Without it Ray's core, which may not write to that Ray's files, ends this process by SIGABRT.
+    Without it Ray's core ends this process without a word: after ten seconds on a machine that is
+    no node, and by SIGABRT where the node's Ray is another user's.
     """
     connect: Any = getattr(ray._private.worker, "connect", None)
 
     def connect_to_own(node: Any, *args: Any, **options: Any) -> Any:
         socket = Path(getattr(node, "raylet_socket_name", "."))
-        if socket.exists() and not os.access(socket, os.W_OK):
+        if not socket.exists():
+            raise ShardUnavailable(
+                f"This machine, or container, is no node of that Ray cluster: it has no {socket};"
+                " run this on a node of it."
+            )
+        if not os.access(socket, os.W_OK):
             raise ShardUnavailable(
                 f"The Ray of this node is of another user, to whom {socket} belongs; run this as"
                 " that user."

@@ -26,8 +26,8 @@ _HTTP2_SETTINGS = 4
 def connect(address: str, cluster_name: str) -> None:
     """Connect this process to a Ray cluster as a driver, in the namespace of a tier.
 
-    ShardUnavailable: nobody answers there, the token is not the cluster's, or this node's Ray is of
-    another user.
+    ShardUnavailable: nobody answers there, the token is not the cluster's, or this machine is no
+    node of it, or one whose Ray is another user's.
     """
     _check_address(address)
     try:
