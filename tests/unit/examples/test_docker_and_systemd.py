@@ -42,6 +42,9 @@ def test_both_images_run_as_user_1000_with_the_ray_of_the_pins_and_are_built_as_
     (pinned,) = re.findall(r"^ray==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert f"ARG RAY={pinned}\n" in STAGES["engine"]
     assert "--constraint /wheel/constraints.txt" in STAGES["tier"]
+    (page,) = re.findall(r"^dashboard = (.*)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    for package in json.loads(page):
+        assert f" {package.partition('>')[0]} " in STAGES["tier"], "for `kvray dashboard serve`"
 
 
 def test_the_wheel_is_made_of_what_dockerignore_leaves(tmp_path):
