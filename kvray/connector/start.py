@@ -56,6 +56,9 @@ _OVERRIDES = (
 )  # fmt: skip
 _CACHE_OVERRIDES = ("max_attention_window", "sink_token_length")
 """A window decides what a token attends to, and with it the keys and values of the next layer."""
+_FROM_FILES = {"", "AUTO", "DUMMY", "VISION_ONLY", "HF", "MISTRAL", "MISTRAL_LARGE_3"}
+"""Ways to load whose weights are in the checkpoint's files. By GMS and MX they are those of another
+engine, which are compared by shape and type alone: `weight_sharing/source_identity.py`, main."""
 _ADAPTERS = (
     "lora_ckpt_source",
     "lora_target_modules",
@@ -192,6 +195,7 @@ def read_engine_args(
         reuses_passed=reuse != "" and not keeps_ends,
         finds_parts=partial_reuse,
         reuses_unwritten=_reuses_unwritten(),
+        weights_from=_weights_from(llm_args),
         weights_may_change=field_of(llm_args, "ray_worker_extension_cls") is not None,
         takes_offers_later=takes_offers_later,
     )
@@ -238,6 +242,15 @@ def _overrides(llm_args: Any, cache: Any) -> str:
         for path in field_of(field_of(llm_args, "lora_config"), "lora_dir") or ()
     ] or None
     return to_text({name: value for name, value in found.items() if value is not None})
+
+
+def _weights_from(llm_args: Any) -> str:
+    ways = (
+        text_of(llm_args, "load_format"),
+        text_of(llm_args, "checkpoint_format"),
+        text_of(field_of(llm_args, "checkpoint_loader"), "checkpoint_format"),
+    )
+    return next((way for way in ways if way.upper() not in _FROM_FILES), "")
 
 
 def _copies_aside() -> bool:

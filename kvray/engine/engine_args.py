@@ -303,6 +303,8 @@ class EngineArgs:
     reuses_unwritten: bool = False
     """The engine takes all blocks of a prompt for computed that was cancelled, or failed, on its
     way: its own prefix cache may have pages that nobody wrote."""
+    weights_from: str = ""
+    """What gives weights that the checkpoint's files may not be; empty: these are."""
     weights_may_change: bool
     """The engine is set up to have its weights replaced while it runs."""
     takes_offers_later: bool

@@ -489,6 +489,12 @@ def shared_state_for(owner: object, args: EngineArgs, config: KVRayConfig) -> Sh
             f"The engine has {args.num_ranks} ranks, {args.ranks_per_node} on a node; raise"
             " connector.stage_wait_s above 0, only the shards can say what all of them have."
         )
+    if args.weights_from and config.connector.model_key is None:
+        raise ConfigError(
+            f"Weights that come by {args.weights_from} need not be those of the checkpoint's files,"
+            " so these do not tell them from others; name model and revision in"
+            " connector.model_key."
+        )
     secret_file = config.security.tenant_secret_file
     # Read before anything is keyed: an engine of tenants must not start without its secret.
     tenants = None if secret_file is None else TenantSalts.read(secret_file)

@@ -46,6 +46,13 @@ _MEDIA = (
     "mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype",
     "video_pruning_rate", "video_pruning_method",
 )  # fmt: skip
+_FROM_FILES = {
+    "auto", "hf", "dummy", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt",
+    "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state", "gguf",
+    "bitsandbytes",
+}  # fmt: skip
+"""Formats whose weights are in the checkpoint's files. A daemon's (`ipc_cache`) are compared by the
+tensors' names and sizes alone: `WeightCacheKey` in `weight_cache/protocol.py`."""
 _ADAPTERS = ("max_lora_rank", "lora_dtype", "fully_sharded_loras", "target_modules")
 
 
@@ -67,6 +74,8 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
     parallel = vllm_config.parallel_config
     found = find_checkpoint(str(model.model), field_of(model, "revision"))
     group = only_group(kv_cache_config)
+    load_format = str(field_of(vllm_config.load_config, "load_format"))
+    elsewhere = "model_weights" if field_of(model, "model_weights") else load_format
     return EngineArgs(
         model=str(model.model),
         tokens_per_block=int(group.kv_cache_spec.block_size),
@@ -85,7 +94,7 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
                 "media": canonical_text(field_of(model, "multimodal_config"), _MEDIA),
                 "dtype": str(field_of(model, "dtype")),
                 "layout": text_of(kv_cache_config, "kv_cache_layout"),
-                "load_format": str(field_of(vllm_config.load_config, "load_format")),
+                "load_format": load_format,
             }
         ),
         attention_backend=f"{_backend(vllm_config)} on {_device(vllm_config)}",
@@ -96,6 +105,7 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
         spread_setting="one node",
         asks_again=True,
         holds_loads=True,
+        weights_from="" if elsewhere in _FROM_FILES else elsewhere,
         # With the one they are sent to it, and the other has calls of its own for its workers.
         weights_may_change=field_of(vllm_config, "weight_transfer_config") is not None
         or bool(text_of(parallel, "worker_extension_cls")),

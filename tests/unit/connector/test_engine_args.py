@@ -11,9 +11,11 @@ from unittest.mock import MagicMock
 import pytest
 from huggingface_hub import constants
 
+from kvray.config import KVRayConfig
 from kvray.connector import base
 from kvray.connector.refusals import refuse_flat_pool
 from kvray.engine.engine_args import CheckpointConfig
+from kvray.engine.shared_state import shared_state_for
 from kvray.errors import ConfigError
 from tests.kit.connector import (
     BLOCK,
@@ -182,6 +184,21 @@ def test_windows_are_those_that_differ():
 def test_what_changes_keys_and_values_changes_what_names_them(fields):
     assert names(args_for(**fields)) != names(args_for())
     assert names(args_for(**fields)) == names(args_for(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "way"),
+    [
+        ({"load_format": enum.IntEnum("LoadFormat", "AUTO DUMMY VISION_ONLY GMS").GMS}, "GMS"),
+        ({"checkpoint_format": "MX"}, "MX"),
+        ({"checkpoint_loader": SimpleNamespace(checkpoint_format="own")}, "own"),
+    ],
+)
+def test_weights_that_are_not_read_from_the_checkpoint_need_a_name(fields, way):
+    with pytest.raises(ConfigError, match=rf"come by {way} .* connector\.model_key"):
+        shared_state_for(object(), read_args(args_for(**fields)), KVRayConfig())
+    usual = {"load_format": "auto", "checkpoint_format": "mistral", "checkpoint_loader": None}
+    assert read_args(args_for(**usual)).weights_from == ""
 
 
 def test_what_leaves_keys_and_values_alone_does_not_part_engines():

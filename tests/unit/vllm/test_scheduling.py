@@ -3,14 +3,15 @@
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvray.config import load_config
+from kvray.config import KVRayConfig, load_config
 from kvray.engine.prefix_finder import PrefillRate
 from kvray.engine.shared_state import shared_state_for
 from kvray.errors import ConfigError
@@ -128,6 +129,35 @@ def test_replicas_share_no_blocks_if_the_cpu_of_one_packs_them_otherwise(schedul
     assert _device(SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"))) == "cuda"
 
 
+@pytest.fixture
+def args_of(scheduling: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """Read the arguments of a vLLM with such fields."""
+    from kvray.vllm.start import read_args
+
+    envs = SimpleNamespace(VLLM_ENABLE_V1_MULTIPROCESSING=True)
+    monkeypatch.setattr(sys.modules["vllm"], "envs", envs, raising=False)
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.32.0", raising=False)
+
+    def args(load_format: str = "auto", model_weights: str = "", **fields: Any) -> Any:
+        said = SimpleNamespace(**fields)
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                model="nowhere",
+                model_weights=model_weights,
+                multimodal_config=said,
+                hf_config_path=tmp_path,
+            ),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
+            device_config=SimpleNamespace(device_type="cuda"),
+            load_config=SimpleNamespace(load_format=load_format),
+            attention_config=said,
+        )
+        return read_args(config, cache_config())
+
+    return args
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -136,34 +166,22 @@ def test_replicas_share_no_blocks_if_the_cpu_of_one_packs_them_otherwise(schedul
         {"backend_per_kind": {"full_attention": "B12X"}},  # it has keys before values
     ],
 )
-def test_replicas_that_compute_or_keep_otherwise_share_no_blocks(
-    scheduling, monkeypatch, tmp_path, change
-):
-    from kvray.vllm.start import read_args
-
-    envs = SimpleNamespace(VLLM_ENABLE_V1_MULTIPROCESSING=True)
-    monkeypatch.setattr(sys.modules["vllm"], "envs", envs, raising=False)
-    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.32.0", raising=False)
-
-    def args(**fields: Any) -> tuple[str, str]:
-        said = SimpleNamespace(**fields)
-        config = SimpleNamespace(
-            model_config=SimpleNamespace(
-                model="nowhere", multimodal_config=said, hf_config_path=tmp_path
-            ),
-            cache_config=SimpleNamespace(cache_dtype="auto"),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
-            device_config=SimpleNamespace(device_type="cuda"),
-            load_config=SimpleNamespace(load_format="auto"),
-            attention_config=said,
-        )
-        found = read_args(config, cache_config())
+def test_replicas_that_compute_or_keep_otherwise_share_no_blocks(args_of, tmp_path, change):
+    def names(**fields: Any) -> tuple[str, str]:
+        found = args_of(**fields)
         return found.overrides, found.attention_backend
 
-    before = args()
-    assert args(**change) == args(**change) != before
+    before = names()
+    assert names(**change) == names(**change) != before
     (tmp_path / "config.json").write_text('{"rope_theta": 5e5}')
-    assert before != args() == args()
+    assert before != names() == names()
+
+
+def test_weights_that_are_not_read_from_the_checkpoint_need_a_name(args_of):
+    for fields in ({"load_format": "ipc_cache"}, {"model_weights": "/elsewhere"}):
+        with pytest.raises(ConfigError, match=r"connector\.model_key"):
+            shared_state_for(object(), args_of(**fields), KVRayConfig())
+    assert args_of().weights_from == args_of("sharded_state").weights_from == ""
 
 
 def test_what_vllm_takes_is_loaded_and_after_a_preemption_is_no_hit_of_the_answer(half):
