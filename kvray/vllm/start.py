@@ -36,7 +36,7 @@ from kvray.vllm.held import HeldLoad, Hold
 from kvray.vllm.read import only_group, refuse_unsupported
 
 _OVERRIDES = (
-    "revision", "hf_overrides", "max_model_len", "config_format", "hf_config_path",
+    "revision", "code_revision", "hf_overrides", "max_model_len", "config_format", "hf_config_path",
     "model_impl", "disable_sliding_window", "override_attention_dtype", "rope_scaling",
     "rope_theta", "model_class_overrides",
 )  # fmt: skip

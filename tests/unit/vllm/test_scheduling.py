@@ -146,6 +146,7 @@ def args_of(scheduling: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
                 model_weights=model_weights,
                 multimodal_config=said,
                 hf_config_path=tmp_path,
+                **fields,
             ),
             cache_config=SimpleNamespace(cache_dtype="auto"),
             parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
@@ -163,6 +164,7 @@ def args_of(scheduling: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     [
         {"video_pruning_method": "vidcom2"},  # it keeps other tokens of a video, and as many
         {"mm_encoder_attn_dtype": "fp8"},
+        {"code_revision": "v2"},  # of code that a checkpoint names and does not have
         {"backend_per_kind": {"full_attention": "B12X"}},  # it has keys before values
     ],
 )
