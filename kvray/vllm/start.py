@@ -89,7 +89,7 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
         overrides=to_text(
             {
                 "model": canonical_text(model, _OVERRIDES),
-                "config": _config_of(str(field_of(model, "hf_config_path"))),
+                "config": _config_of(model),
                 "cache": canonical_text(cache, _CACHE),
                 "media": canonical_text(field_of(model, "multimodal_config"), _MEDIA),
                 "dtype": str(field_of(model, "dtype")),
@@ -114,9 +114,10 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
     )
 
 
-def _config_of(path: str) -> str:
+def _config_of(model: Any) -> str:
     """Return a digest of the configuration that takes the place of the checkpoint's, if here."""
-    config = Path(path, "config.json")
+    named = str(field_of(model, "hf_config_path"))
+    config = Path(find_checkpoint(named, field_of(model, "revision")), "config.json")
     return hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else ""
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from huggingface_hub import constants
 
 from kvray.config import KVRayConfig, load_config
 from kvray.engine.prefix_finder import PrefillRate
@@ -140,14 +141,9 @@ def args_of(scheduling: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
     def args(load_format: str = "auto", model_weights: str = "", **fields: Any) -> Any:
         said = SimpleNamespace(**fields)
+        found = {"model": "nowhere", "hf_config_path": tmp_path, "model_weights": model_weights}
         config = SimpleNamespace(
-            model_config=SimpleNamespace(
-                model="nowhere",
-                model_weights=model_weights,
-                multimodal_config=said,
-                hf_config_path=tmp_path,
-                **fields,
-            ),
+            model_config=SimpleNamespace(**{**found, "multimodal_config": said, **fields}),
             cache_config=SimpleNamespace(cache_dtype="auto"),
             parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
             device_config=SimpleNamespace(device_type="cuda"),
@@ -168,7 +164,9 @@ def args_of(scheduling: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         {"backend_per_kind": {"full_attention": "B12X"}},  # it has keys before values
     ],
 )
-def test_replicas_that_compute_or_keep_otherwise_share_no_blocks(args_of, tmp_path, change):
+def test_replicas_that_compute_or_keep_otherwise_share_no_blocks(
+    args_of, tmp_path, monkeypatch, change
+):
     def names(**fields: Any) -> tuple[str, str]:
         found = args_of(**fields)
         return found.overrides, found.attention_backend
@@ -177,6 +175,13 @@ def test_replicas_that_compute_or_keep_otherwise_share_no_blocks(args_of, tmp_pa
     assert names(**change) == names(**change) != before
     (tmp_path / "config.json").write_text('{"rope_theta": 5e5}')
     assert before != names() == names()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    fetched = tmp_path / "models--org--base" / "snapshots" / "v1"
+    fetched.mkdir(parents=True)
+    on_hub = {"hf_config_path": "org/base", "revision": "v1"}
+    before = names(**on_hub)
+    (fetched / "config.json").write_text('{"rope_theta": 5e5}')
+    assert before != names(**on_hub) == names(**on_hub)
 
 
 def test_weights_that_are_not_read_from_the_checkpoint_need_a_name(args_of):
