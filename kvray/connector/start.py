@@ -16,6 +16,7 @@ Source: `llmapi/rlhf_utils.py`, `pyexecutor/py_executor.py` and `pyexecutor/mode
 import functools
 import inspect
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -236,6 +237,7 @@ def _overrides(llm_args: Any, cache: Any) -> str:
     found |= {name: field_of(cache, name) for name in _CACHE_OVERRIDES}
     # A text in some versions, an enumeration in others; `dummy` are weights made up.
     found["load_format"] = text_of(llm_args, "load_format").upper() or None
+    found["algorithm"] = os.environ.get("OVERRIDE_QUANT_ALGO") or None  # of a model in MXFP4
     # Its adapters' embeddings take the place of the model's, for requests without one, too.
     found["lora_dir"] = [
         fingerprint_model(Path(path), cache_dir=fingerprints_dir())

@@ -41,6 +41,11 @@ _OVERRIDES = (
     "rope_theta", "model_class_overrides",
 )  # fmt: skip
 _QUANTIZATION = ("quantization", "quantization_config")
+_ENVIRONMENT = (
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+)  # fmt: skip
+"""What quantizes weights or activations beside that."""
 _CACHE = ("cache_dtype", "sliding_window", "kv_cache_dtype_skip_layers")
 _MEDIA = (
     "mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype",
@@ -95,6 +100,7 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
                 "dtype": str(field_of(model, "dtype")),
                 "layout": text_of(kv_cache_config, "kv_cache_layout"),
                 "load_format": load_format,
+                "environment": canonical_text(vllm.envs, _ENVIRONMENT),
             }
         ),
         attention_backend=f"{_backend(vllm_config)} on {_device(vllm_config)}",

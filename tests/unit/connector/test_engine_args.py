@@ -201,6 +201,12 @@ def test_weights_that_are_not_read_from_the_checkpoint_need_a_name(fields, way):
     assert read_args(args_for(**usual)).weights_from == ""
 
 
+def test_engines_whose_environment_quantizes_otherwise_are_parted(monkeypatch):
+    before = names(args_for())
+    monkeypatch.setenv("OVERRIDE_QUANT_ALGO", "W4A8_MXFP4_MXFP8")
+    assert names(args_for()) == names(args_for()) != before
+
+
 def test_what_leaves_keys_and_values_alone_does_not_part_engines():
     fields = {
         "moe_config": SimpleNamespace(backend="TRTLLM"),

@@ -135,12 +135,12 @@ def args_of(scheduling: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     """Read the arguments of a vLLM with such fields."""
     from kvray.vllm.start import read_args
 
-    envs = SimpleNamespace(VLLM_ENABLE_V1_MULTIPROCESSING=True)
-    monkeypatch.setattr(sys.modules["vllm"], "envs", envs, raising=False)
     monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.32.0", raising=False)
 
     def args(load_format: str = "auto", model_weights: str = "", **fields: Any) -> Any:
         said = SimpleNamespace(**fields)
+        envs = SimpleNamespace(VLLM_ENABLE_V1_MULTIPROCESSING=True, **fields)
+        monkeypatch.setattr(sys.modules["vllm"], "envs", envs, raising=False)
         found = {"model": "nowhere", "hf_config_path": tmp_path, "model_weights": model_weights}
         config = SimpleNamespace(
             model_config=SimpleNamespace(**{**found, "multimodal_config": said, **fields}),
@@ -160,6 +160,7 @@ def args_of(scheduling: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     [
         {"video_pruning_method": "vidcom2"},  # it keeps other tokens of a video, and as many
         {"mm_encoder_attn_dtype": "fp8"},
+        {"VLLM_HUMMING_ONLINE_QUANT_CONFIG": {"dtype": "int4"}},
         {"code_revision": "v2"},  # of code that a checkpoint names and does not have
         {"backend_per_kind": {"full_attention": "B12X"}},  # it has keys before values
     ],
