@@ -50,7 +50,10 @@ def mapped_errors() -> Iterator[None]:
             "An actor of the tier did not answer in time; see `kvray status`."
         ) from None
     except RayError as error:
-        raise ShardUnavailable(f"An actor of the tier is gone ({in_short(error)}).") from None
+        raise ShardUnavailable(
+            f"An actor of the tier is gone ({in_short(error)}); if that lasts for minutes, run"
+            " `kvray down`, then `kvray up`."
+        ) from None
 
 
 @contextlib.contextmanager

@@ -69,8 +69,10 @@ def _ask_tier(settings: KVRayConfig) -> tuple[dict[str, Any] | None, str, list[F
             node_id = ray.get_runtime_context().get_node_id()
             found = client.status()
     except KVRayError as error:
-        what, _, fix = str(error).rstrip(".").partition("; ")
-        return None, "", [fault("Ray", what, fix or "start the tier with `kvray up`")]
+        what, _, fix = str(error).rstrip(".").rpartition("; ")
+        if not what:
+            what, fix = fix, "start the tier with `kvray up`"
+        return None, "", [fault("Ray", what, fix)]
     told = for_people(found)
     return found, node_id, [ok("Ray", "answers"), *tier_findings(told), *hit_findings(told)]
 

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 from ray._private.state import state
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from kvray.actors.lookup.actor import LookupActor
 from kvray.actors.mover.actor import MoverActor
@@ -64,6 +64,13 @@ def test_a_head_that_does_not_answer_when_an_actor_is_looked_up_is_a_sentence(mo
     monkeypatch.setattr("ray.get_actor", Mock(side_effect=late))
     with pytest.raises(ShardUnavailable, match="did not answer in time"):
         calls.get_actor("kvray-lookup")
+
+
+def test_an_actor_that_is_gone_is_a_sentence_with_a_remedy():
+    gone = ActorUnavailableError("RPC error: failed to connect; last error: refused.", None)
+    with pytest.raises(ShardUnavailable, match=r"last error: refused.*; .* run `kvray down`, then"):
+        with calls.mapped_errors():
+            raise gone
 
 
 def test_a_node_has_the_time_that_ray_gives_and_any_if_it_lives_on_after_that(monkeypatch):

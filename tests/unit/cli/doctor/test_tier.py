@@ -1,10 +1,14 @@
 """What the tier's parts and its counters say of themselves, as findings."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from kvray.cli.doctor.tier import Finding, hit_findings, tier_findings
+from kvray.cli.doctor.command import _ask_tier
+from kvray.cli.doctor.tier import Finding, fault, hit_findings, tier_findings
+from kvray.config import KVRayConfig
+from kvray.errors import ShardUnavailable
 from kvray.trace.reasons import COUNTED
 from tests.unit.cli.answers import ARENA, NVME, SERVING, mover, replica
 
@@ -31,6 +35,21 @@ def test_lookup_that_does_not_answer_is_a_fault_and_shards_are_told_all_the_same
         (fault,) = [one for one in shown if one.verdict == "fault"]
         assert (fault.check, fault.says) == ("kvray-lookup-1", "does not answer (No answer in 2 s)")
         assert "supervisor" in fault.fix
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "fix"),
+    [
+        ("A is gone (late; last: refused); do this.", "A is gone (late; last: refused)", "do this"),
+        ("There is no tier.", "There is no tier", "start the tier with `kvray up`"),
+    ],
+)
+def test_a_tier_that_cannot_be_asked_is_a_fault_with_its_whole_reason(
+    error, says, fix, monkeypatch
+):
+    monkeypatch.setattr("kvray.client.Client", Mock(side_effect=ShardUnavailable(error)))
+    _, _, (finding,) = _ask_tier(KVRayConfig())
+    assert finding == fault("Ray", says, fix)
 
 
 def test_tier_without_shards_and_one_with_corrupt_blocks_have_a_remedy():
