@@ -199,14 +199,18 @@ class Runner:
         with self.interrupts.closing() as stack:
             yield replace(self, stack=stack)
 
-    def make_directory(self, parent: Path) -> Path:
-        """Make a directory in `parent` until the end; ConfigError: this user cannot."""
+    def make_directory(self, parent: Path, named_by: str = "") -> Path:
+        """Make a directory in `parent` until the end; ConfigError: this user cannot.
+
+        `named_by` is the option or variable that `parent` is from; empty: it is arena.dir.
+        """
         with self.interrupts.held():
             try:
                 path = Path(tempfile.mkdtemp(prefix="kvray-bench-", dir=parent))
             except OSError as error:
-                says = f"The bench cannot make a directory in {parent} {reason(error)}"
-                raise ConfigError(says) from None
+                why = f"({error.strerror}); name one that this user may write to in {named_by}."
+                says = why if named_by else reason(error)
+                raise ConfigError(f"No directory can be made in {parent} {says}") from None
             self.stack.callback(shutil.rmtree, path, ignore_errors=True)
         return path
 

@@ -142,7 +142,7 @@ class _Bench:
         self.has_fio = shutil.which(_FIO[0]) is not None
         self._runner = runner
         self._num_bytes = num_bytes
-        self._disk = runner.make_directory(disk)
+        self._disk = runner.make_directory(disk, "--dir")
         self._floor = self._disk / "floor"
         self._store: NvmeStore | None = None
         self._block_bytes = 0

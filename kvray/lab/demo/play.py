@@ -154,7 +154,7 @@ def _read_model(model: str) -> tuple[str, Tokenizer]:
 
 def _write_config(runner: Runner, capacity: int, *, model: str) -> Path:
     """Write the tier's configuration; its arena goes to disk where shared memory is too small."""
-    scratch = runner.make_directory(Path(tempfile.gettempdir()))
+    scratch = runner.make_directory(Path(tempfile.gettempdir()), "TMPDIR")
     has_room = _SHM.is_dir() and shutil.disk_usage(_SHM).free >= _ROOM * capacity
     settings = {
         "cluster_name": f"demo-{os.getpid()}",

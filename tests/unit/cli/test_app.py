@@ -163,6 +163,7 @@ def test_unknown_setting_is_refused_with_its_line_and_the_nearest_one(
         ("bench local --capacity 4096TiB", ("TiB", "smaller --capacity, or --quick")),
         ("bench nvme --quick --dir /dev/shm", ("kept in memory (tmpfs)", "--dir")),
         ("bench nvme --dir nowhere", ("No such file",)),
+        ("bench nvme --dir /dev/null", ("/dev/null (Not a directory); name one", "in --dir.")),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(run_kvray, tmp_path, command, words):

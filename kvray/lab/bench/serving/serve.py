@@ -203,7 +203,7 @@ def _start_fleet(
     settings = own_settings(options.config, capacity=options.capacity)
     launch = runner.start_tier(settings)
     assert launch.local is not None, "the tier is on a Ray of its own"
-    directory = runner.make_directory(Path(tempfile.gettempdir()))
+    directory = runner.make_directory(Path(tempfile.gettempdir()), "TMPDIR")
     from ray import serve
 
     with socket.create_server(("127.0.0.1", 0)) as server:
