@@ -149,7 +149,8 @@ class Dispatcher:
                 yield Head(head.status, [*head.headers, *_noted(taken)])
                 chunk = await taken.next(deadline)
                 if chunk:
-                    taken.routed.first_token()
+                    if head.is_stream:  # else all of the answer is there with it
+                        taken.routed.first_token()
                     first_s = time.monotonic() - began
                     about.set_attribute("gen_ai.response.time_to_first_chunk", first_s)
                     about.add_event("first token")
@@ -229,7 +230,7 @@ class Dispatcher:
                 without end by one of the router's tasks, which are two for each replica: soon no
                 request gets one (Ray 2.60).
                 """
-                tried.append(Routed())
+                tried.append(Routed(is_told=hint is not None and hint.is_stream))
                 entering = held.enter_async_context(self._choose(hint, tried[-1]))
                 asked.append(Context().run(asyncio.ensure_future, entering))
                 held.callback(asked[-1].cancel)

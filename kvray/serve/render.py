@@ -33,6 +33,8 @@ class Hint(NamedTuple):
     tokens: Tokens
     """Token ids, shape [num_tokens]."""
     salt: str | None
+    is_stream: bool = False
+    """Whether its answer's first token is seen when it comes."""
 
 
 class Texts:
@@ -103,10 +105,11 @@ class Prompts:
         try:
             read, asked = READERS[path], json.loads(body)
             tokens = np.asarray(read(self, asked), dtype=np.int32)
-            salt = asked.get("cache_salt")
+            salt, is_stream = asked.get("cache_salt"), bool(asked.get("stream"))
         except Exception:  # noqa: BLE001 - templates and tokenizers raise anything; the engine answers
             return None
-        return Hint(tokens, salt if isinstance(salt, str) else None) if len(tokens) else None
+        salt = salt if isinstance(salt, str) else None
+        return Hint(tokens, salt, is_stream) if len(tokens) else None
 
     def completion(self, asked: Mapping[str, Any]) -> Any:
         """Return the tokens of a completion; of several prompts those of the first."""

@@ -20,7 +20,9 @@ class Routed:
     names in kvray.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_told: bool = True) -> None:
+        """`is_told`: its first token will be told; else it is taken to come when it is due."""
+        self.is_told = is_told
         self.is_sent = self._is_over = False
         self.here: frozenset[str] = frozenset()
         """Replicas to whose nodes nothing would have to be brought: a prefetch gains nothing."""

@@ -132,7 +132,7 @@ class KvRayRouter(RequestRouter):
         with suppress(ConfigError):  # as whoever reads them finds
             tokens = tokens if tokens is None else pack_tokens(tokens)  # they are read twice
         told = pending.kwargs.get("kvray_routed")
-        is_told, near = isinstance(told, Routed), list[str]()
+        is_told, near = isinstance(told, Routed) and told.is_told, list[str]()
         survey = choice = None
         if tokens is not None:
             survey = await self._surveys.survey(tokens, [*map(self._name, replicas)], **marks)

@@ -66,6 +66,8 @@ def test_the_second_replica_gives_the_same_answer_with_a_hit(served):
     wait_for(lambda: _hit_tokens(served, other) == shareable, "the count")
     assert _hit_tokens(served, one) == 0
     assert served.connected() == sorted([one, other])
+    with served.ask(max_tokens=1, stream=True) as stream:
+        assert [*stream]
     status = partial(served.shell.run, "status", **served.environ)
     assert other in status("--wide").stdout
     wait_for(lambda: "Time to the first token" in status().stdout, "the router's times")

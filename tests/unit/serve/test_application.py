@@ -94,6 +94,17 @@ async def test_a_defect_as_a_router_decides_costs_no_request(router, monkeypatch
     assert await router.choose_replicas([replica], asked) == [[replica]]
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_the_first_token_of_a_whole_answer_comes_when_it_is_due(router, monkeypatch, is_told):
+    monkeypatch.setattr(router._loads, "start", lambda: None)
+    monkeypatch.setattr(router, "_decisions", decisions := Mock())
+    decisions.order.return_value = None
+    asked = Mock(args=[], kwargs={"kvray_routed": Routed(is_told=is_told)})
+    await router.choose_replicas([Mock()], asked)
+    assert decisions.begin.call_args.kwargs["is_told"] is is_told
+
+
 @pytest.mark.parametrize("args", [[], ["text"], [["a", "b"]], [[]], [None], [[True]]])
 def test_what_is_no_prompt_is_passed_over(args):
     assert _prompt_of(args, {}) == (None, {})

@@ -37,6 +37,7 @@ pytestmark = pytest.mark.anyio
 ASKED = Forwarded("POST", "/v1/completions", [(b"content-type", b"application/json")], b"{}")
 HINT = Hint(np.array([5, 6, 7], dtype=np.int32), "acme/1")
 HEAD = Head(200, [(b"content-type", b"text/plain")])
+SSE = Head(200, [(b"content-type", b"text/event-stream")])
 
 
 class Answer:
@@ -161,9 +162,9 @@ def head(name: str, **more: str) -> Head:
     return Head(200, [*HEAD.headers, *((key.encode(), one.encode()) for key, one in ours.items())])
 
 
-def whole(name: str) -> list[Any]:
+def whole(name: str, begins: Head = HEAD) -> list[Any]:
     """Return what a replica says of a request that it answers."""
-    return [f"engine-{name}", HEAD, b"text", b""]
+    return [f"engine-{name}", begins, b"text", b""]
 
 
 GONE = [[ReplicaUnavailableError(name)] for name in "abc"]
@@ -171,14 +172,16 @@ CUT = ["engine-a", HEAD, b"te", StopAsyncIteration()]
 LATE = ["engine-a", "silence"]
 
 
-async def test_the_prompt_is_brought_to_the_chosen_replica_before_it_is_dispatched_there():
-    handle = Handle(whole("a"))
-    assert await listen(handle) == [head("a"), b"text"]
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_the_prompt_is_brought_to_the_chosen_replica_before_it_is_dispatched_there(is_stream):
+    handle = Handle(whole("a", SSE) if is_stream else whole("a"))
+    found, text = await listen(handle)
+    assert (found.headers[1:], text) == (head("a").headers[1:], b"text")
     assert handle.log == ["choose a", "bring to engine-a", "dispatch a", "leave a"]
     await asyncio.sleep(0.01)  # in which the loop ends the answer's generators
     assert handle.decisions.mock_calls == [
         call.sent("request 1", "engine-a", now=ANY),
-        call.first_token("request 1", now=ANY),
+        *([call.first_token("request 1", now=ANY)] if is_stream else []),
         call.over("request 1", now=ANY),
     ]
 

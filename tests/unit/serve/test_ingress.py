@@ -18,7 +18,7 @@ from kvray.serve import Settings
 from kvray.serve.engine import Head
 from kvray.serve.ingress import Ingress, Renderers
 from kvray.trace import spans
-from tests.unit.serve.test_dispatch import HEAD, HINT, Bringer, Handle, whole
+from tests.unit.serve.test_dispatch import HEAD, HINT, SSE, Bringer, Handle, whole
 from tests.unit.tracing import CALLER, TRACE, TRACEPARENT, id_of, parent_of, sdk
 
 __all__ = ["sdk"]
@@ -158,9 +158,6 @@ def test_a_request_that_has_no_prompt_waits_for_no_tokens():
 def test_a_slow_body_is_given_up():
     ingress = ingress_of(Handle(), body_timeout_s=0.05)
     assert asyncio.run(told(ingress))[0]["status"] == 408
-
-
-SSE = Head(200, [(b"content-type", b"text/event-stream")])
 
 
 @pytest.mark.parametrize(

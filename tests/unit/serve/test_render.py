@@ -55,7 +55,7 @@ def test_a_completions_prompt_is_text_token_ids_or_the_first_of_several():
 def test_the_salt_goes_along():
     body = json.dumps({"prompt": "one", "cache_salt": "acme/1"}).encode()
     hint = TINY.hint("/v1/completions", body)
-    assert hint.salt == "acme/1"
+    assert (hint.salt, hint.is_stream) == ("acme/1", False)
     assert hint.tokens.dtype == np.int32
 
 
