@@ -162,7 +162,7 @@ class RayNode:
         return []
 
     def _failure(self, how: str) -> ConfigError:
-        said = _FRAMES.sub("", self.said())
+        said = _FRAMES.sub("", self.said()).strip() or self.said()
         said = " ".join(said.split()[-100:])
         return ConfigError(f"{self._name} did not start, {how}; it said: {said}")
 

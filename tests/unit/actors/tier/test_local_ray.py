@@ -207,6 +207,7 @@ TRACEBACK = (
     [
         ("echo out of luck; exit 3", 3, "out of luck"),
         (f"{TRACEBACK}; exit 1", 1, "ValueError: no room"),
+        (r"printf 'No:\n  it is full\n'; exit 1", 1, "No: it is full"),
         ("kill -9 $$", -signal.SIGKILL, ""),
     ],
 )
