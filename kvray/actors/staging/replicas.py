@@ -423,7 +423,8 @@ class Replicas:
 
     def namespaces(self) -> dict[str, dict[str, object]]:
         """Return every namespace by the digest that `status` gives; from any thread."""
-        return self._namespaces | {one.digest: one.fields for one in self._ranks.copy().values()}
+        # Not of a copy: before Python 3.12 garbage collection may let others change what it copies.
+        return self._namespaces | {one.digest: one.fields for one in list(self._ranks.values())}
 
 
 def read_reader(namespace: Namespace, **fields: Any) -> Reader:

@@ -53,7 +53,9 @@ class Line:
         self.heard: list[Poll] = []
         """Polls that were answered."""
         self._shards: dict[str, Shard] = {}
+        self._changing = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._is_over = True  # whether the thread is not there, or about to end
         self.replace()
 
     def replace(self) -> None:
@@ -67,11 +69,16 @@ class Line:
 
     def follow(self, shard: Shard) -> Shard:
         """Follow a shard, which has not started yet, until it ends."""
-        self._shards[shard.name] = shard
-        if self._thread is None or not self._thread.is_alive():
-            self._is_replaced = True  # the thread before may have seen to it, and then ended
-            self._thread = threading.Thread(target=self._run, name="kvray-test-lookup", daemon=True)
-            self._thread.start()
+        with self._changing:
+            self._shards[shard.name] = shard
+            if self._is_over:
+                if self._thread is not None:
+                    self._thread.join()
+                self._is_over = False
+                self._is_replaced = True  # the thread before may have seen to it, and then ended
+                options: dict[str, Any] = {"name": "kvray-test-lookup", "daemon": True}
+                self._thread = threading.Thread(target=self._run, **options)
+                self._thread.start()
         return shard
 
     def _run(self) -> None:
@@ -79,10 +86,16 @@ class Line:
 
     async def _follow(self) -> None:
         following = None
-        while self._shards:
+        while True:
             for name, shard in list(self._shards.items()):
                 if shard.status()["state"] in ("stopped", "failed"):
-                    del self._shards[name]
+                    with self._changing:
+                        if self._shards[name] is shard:  # and none that has its name by now
+                            del self._shards[name]
+            with self._changing:
+                if not self._shards:
+                    self._is_over = True
+                    return
             if self._is_replaced:
                 self._is_replaced = False
                 if following is not None:
