@@ -232,14 +232,15 @@ async def in_time(answer: Awaitable[_T], seconds: float) -> _T:
     write on for a client that has gone.
     """
     asked = asyncio.ensure_future(answer)
-    # Serve's answers fail once they are cancelled: nobody is to find that in a log.
-    asked.add_done_callback(lambda one: one.cancelled() or one.exception())
     try:
         if not (await asyncio.wait({asked}, timeout=seconds))[0]:
             raise asyncio.TimeoutError
         return asked.result()
-    finally:
+    except BaseException:
         asked.cancel()
+        # Serve's answers fail once they are cancelled: nobody is to find that in a log.
+        asked.add_done_callback(lambda one: one.cancelled() or one.exception())
+        raise
 
 
 def _end_to_end(headers: Headers) -> Headers:

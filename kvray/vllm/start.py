@@ -122,8 +122,9 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
 
 def _config_of(model: Any) -> str:
     """Return a digest of the configuration that takes the place of the checkpoint's, if here."""
-    named = str(field_of(model, "hf_config_path"))
-    config = Path(find_checkpoint(named, field_of(model, "revision")), "config.json")
+    if not (named := field_of(model, "hf_config_path")):
+        return ""
+    config = Path(find_checkpoint(str(named), field_of(model, "revision")), "config.json")
     return hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else ""
 
 

@@ -87,12 +87,10 @@ class Line:
     async def _follow(self) -> None:
         following = None
         while True:
-            for name, shard in list(self._shards.items()):
-                if shard.status()["state"] in ("stopped", "failed"):
-                    with self._changing:
-                        if self._shards[name] is shard:  # and none that has its name by now
-                            del self._shards[name]
-            with self._changing:
+            shards = list(self._shards.values())
+            ended = [one for one in shards if one.status()["state"] in ("stopped", "failed")]
+            with self._changing:  # another one may have the name of one that has ended
+                self._shards = {n: one for n, one in self._shards.items() if one not in ended}
                 if not self._shards:
                     self._is_over = True
                     return

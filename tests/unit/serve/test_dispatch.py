@@ -325,25 +325,25 @@ async def test_a_client_that_goes_as_a_piece_comes_is_gone(turns):
     assert handle.answers[0].is_cancelled
 
 
-async def test_a_client_that_goes_as_its_choice_is_given_back_is_gone():
-    handle = Handle(whole("a"))
-    handle.is_slow_to_leave = True
+async def leave(handle: Handle) -> None:
+    """Be a client that goes while its answer does not come on; the engine is told."""
     asked = asyncio.create_task(listen(handle))
     await asyncio.sleep(0.05)
     asked.cancel()
     await asyncio.wait({asked})
     assert handle.answers[0].is_cancelled
+
+
+async def test_a_client_that_goes_as_its_choice_is_given_back_is_gone():
+    handle = Handle(whole("a"))
+    handle.is_slow_to_leave = True
+    await leave(handle)
     await asyncio.sleep(0)
     assert handle.decisions.mock_calls[-1] == call.over("request 1", now=ANY)
 
 
 async def test_a_client_that_goes_leaves_no_error_in_the_log(caplog):
-    handle = Handle(["engine-a", HEAD, b"te", "silence"])
-    asked = asyncio.create_task(listen(handle))
-    await asyncio.sleep(0.05)
-    asked.cancel()
-    await asyncio.wait({asked})
-    assert handle.answers[0].is_cancelled
+    await leave(Handle(["engine-a", HEAD, b"te", "silence"]))
     await asyncio.sleep(0.01)
     gc.collect()
     assert "never retrieved" not in caplog.text
