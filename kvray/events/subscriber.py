@@ -99,8 +99,11 @@ class Subscriber:
 
     async def _follow_all(self, lines: "_Lines") -> None:
         tasks: dict[str, asyncio.Task[None]] = {}
+        given_up: dict[str, Source] = {}  # until they tell of other addresses
         while not self._is_over.is_set():
-            sources = self._sources
+            told = self._sources
+            given_up = {name: one for name, one in given_up.items() if told.get(name) == one}
+            sources = {name: one for name, one in told.items() if name not in given_up}
             for name, feed in tuple(self._feeds.items()):
                 if sources.get(name) != feed.source:
                     self._leave(name, tasks.pop(name))
@@ -110,20 +113,14 @@ class Subscriber:
                     tasks[name] = asyncio.create_task(feed.run())
                 except ConfigError as error:
                     _log.warning("The KV events of %s cannot be followed: %s", name, error)
-                    self._give_up(name)
+                    given_up[name] = sources[name]
             for name, task in tuple(tasks.items()):
-                if (
-                    task.done()
-                ):  # a defect at one publisher must not end what is known of the others
+                if task.done():  # a defect, which must not end what is known of the others
                     defect = task.exception()
                     _log.error("The KV events of %s are followed no longer.", name, exc_info=defect)
                     self._leave(name, tasks.pop(name))
-                    self._give_up(name)
+                    given_up[name] = sources[name]
             await asyncio.sleep(_POLL_S)
-
-    def _give_up(self, name: str) -> None:
-        """Let a publisher be, until it tells of other addresses."""
-        self._sources = {one: at for one, at in self._sources.items() if one != name}
 
     def _leave(self, name: str, task: asyncio.Task[None]) -> None:
         task.cancel()
