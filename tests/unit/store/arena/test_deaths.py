@@ -1,55 +1,41 @@
 """Deaths before any store of any call to an arena: others go on, and all comes back but the call.
 
 The stores of a call are recorded. What a death leaves is the memory from before the call with the
-first of them, and no liveness lock.
+first of them, and no liveness lock. Whoever comes next finds all of a step there, or nothing.
 """
 
-import itertools
+import random
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvray.store import Arena, ArenaOwner, Reservation
-from kvray.store.arena.layout import FREE, READY
-from kvray.store.arena.tables import Array
+from kvray.identity.block import BlockKey
+from kvray.store import Arena, ArenaOwner
+from kvray.store.arena import slabs
+from kvray.store.arena.layout import FREE, QUARANTINED, READY
+from kvray.store.arena.tables import Array, Tables
 from kvray.store.machine.side_file import HOLDER_BYTES
 from tests.unit.store.invariants import check_contents, check_invariants
-from tests.unit.store.small_arena import SLOT, chain, fetch, leased, pool_of, reserved, store
-from tests.unit.store.write_log import Replay, WatchedTables, Write, copy_of, image
+from tests.unit.store.small_arena import (
+    SLOT,
+    chain,
+    find,
+    leased,
+    pool_of,
+    reserved,
+    served,
+    spec,
+    store,
+)
+from tests.unit.store.write_log import Replay, WatchedTables, Write, copy_of, image, record
 
-TRUNK, NEW = chain(10, seed="trunk"), chain(9, seed="new")
-CROWD = [chain(9, seed=f"crowd {number}") for number in range(4)]
-
-Call = Callable[[], object]
-
-
-def reserve(dying: Arena, block_bytes: int = SLOT) -> Reservation:
-    return reserved(dying, NEW, parent=TRUNK[-1], depth=10, block_bytes=block_bytes)
-
-
-def written(dying: Arena) -> tuple[Reservation, Array]:
-    made = reserve(dying)
-    pool = pool_of([NEW[row] for row in made.rows])
-    return made, dying.write(made, pool, np.arange(len(pool)))
-
-
-def burdened(dying: Arena, call: Call) -> Call:
-    """Return the call of a process that has a lease and a reservation."""
-    assert dying.lease(TRUNK)
-    written(dying)
-    return call
-
-
-def beside_a_dead_one(dying: Arena, call: Call) -> Call:
-    """Return the call of a process beside one that has died with a lease and a reservation."""
-    dead = Arena.attach(dying.directory, label="dead", lock_wait_s=1)
-    burdened(dead, call)
-    die(dead)
-    dead.close()
-    return call
+TRUNK, LEFT, RIGHT = chain(6, seed="trunk"), chain(9, seed="left"), chain(5, seed="right")
+LARGE, PENDING, THEIRS = chain(3, seed="large"), chain(4, seed="mine"), chain(3, seed="theirs")
+NEW, LATER = chain(9, seed="new"), chain(12, seed="afterwards")
+OWNERS_PART = ("adopt", "mend")
+"""Calls of which only an owner mends what a death has left."""
 
 
 def die(arena: Arena) -> None:
@@ -58,69 +44,139 @@ def die(arena: Arena) -> None:
     arena.stay()
 
 
-def bad_slots(arena: Arena) -> Array:
-    tables = arena.tables
-    return np.flatnonzero((tables.slot_state == READY) & (tables.slot_leases == 0))
+class Scene:
+    """A lived-in arena: forks, leases, two block sizes, writers at work, a block in quarantine."""
+
+    def __init__(self, arena: Arena, *, crowded: bool) -> None:
+        self.arena = arena
+        store(arena, TRUNK)
+        store(arena, LEFT, parent=TRUNK[-1], depth=6)
+        store(arena, RIGHT, parent=TRUNK[2], depth=3)
+        store(arena, LARGE, block_bytes=2 * SLOT)
+        dying = self.dying = Arena.attach(arena.directory, label="dying", lock_wait_s=1)
+        self.pending = reserved(dying, PENDING, parent=RIGHT[-1], depth=8)
+        self.sums = dying.write(self.pending, pool_of(PENDING), np.arange(4))
+        self.mine = leased(dying, TRUNK + LEFT[:2])
+        self.theirs = reserved(arena, THEIRS, parent=TRUNK[0], depth=1)
+        self.their_sums = arena.write(self.theirs, pool_of(THEIRS), np.arange(3))
+        self.held = leased(arena, TRUNK[:3] + RIGHT[:2])
+        self.slots_held = arena.leased_slots(self.held).tolist()
+        arena.quarantine(self.slots_of(RIGHT[:1]))
+        self.bereave("buried")
+        ArenaOwner(arena).bury_dead(limbo_s=1000)
+        arena.quarantine(self.slots_of(LEFT[8:]))
+        if crowded:
+            store(arena, chain(slabs.num_available(arena.tables, SLOT), seed="filler"))
+            assert not slabs.num_available(arena.tables, SLOT)
+
+    def bereave(self, label: str) -> None:
+        """Have a process die that has a lease and a reservation."""
+        dead = Arena.attach(self.arena.directory, label=label, lock_wait_s=1)
+        assert dead.lease(TRUNK)
+        reserved(dead, chain(2, seed=label))
+        die(dead)
+        dead.close()
+
+    def slots_of(self, keys: list[BlockKey]) -> Array:
+        return np.array(find(self.arena.tables, keys))
+
+    def check_after(self, name: str, before: Tables, left: Tables, done: Tables) -> None:
+        """Fail if anything is wrong or lost after a death that has `left` these tables.
+
+        `done` is what the call would have left: no block is lost, and no parent link, that it would
+        not have touched.
+        """
+        arena, tables = self.arena, self.arena.tables
+        memoryview(tables.data.base)[:] = image(left)
+        if name in OWNERS_PART:
+            ArenaOwner(arena).adopt()
+        assert served(arena, LARGE, block_bytes=2 * SLOT) in (0, len(LARGE)), "others go on"
+        for _ in range(2):
+            ArenaOwner(arena).bury_dead(limbo_s=0)
+        same = (before.slot_state == READY) & (done.slot_state == READY)
+        same &= (before.slot_key == done.slot_key).all(axis=1)
+        assert (tables.slot_state[same] == READY).all()
+        assert (tables.slot_key[same] == before.slot_key[same]).all()
+        linked = same & (before.slot_parent == done.slot_parent)
+        assert (tables.slot_parent[linked] == before.slot_parent[linked]).all()
+        assert arena.leased_slots(self.held).tolist() == self.slots_held
+        assert int(tables.slot_leases.sum()) == len(self.slots_held)
+        assert int(tables.holder_live.sum()) == 1
+        assert arena.commit(self.theirs, self.their_sums)
+        assert served(arena, THEIRS) == len(THEIRS)
+        assert set(np.unique(tables.slot_state)) <= {FREE, READY, QUARANTINED}, "a slot is lost"
+        store(arena, LATER)
+        assert served(arena, LATER) == len(LATER)
+        check_invariants(tables)
+        check_contents(tables)
 
 
-CALLS: dict[str, Callable[[Arena], Call]] = {
-    "join": lambda dying: (dying.leave(), partial(dying.join, "dying"))[1],
-    "lease": lambda dying: partial(dying.lease, TRUNK),
-    "lease slots": lambda dying: partial(dying.lease_slots, np.arange(64)),
-    "release": lambda dying: partial(dying.release, leased(dying, TRUNK)),
-    "reserve": lambda dying: partial(reserve, dying),
-    "reserve large": lambda dying: partial(reserve, dying, 4 * SLOT),
-    "commit": lambda dying: partial(dying.commit, *written(dying)),
-    "abort": lambda dying: partial(dying.abort, reserve(dying)),
-    "leave": lambda dying: burdened(dying, dying.leave),
-    "quarantine": lambda dying: partial(dying.quarantine, bad_slots(dying)),
-    "bury": lambda dying: beside_a_dead_one(dying, partial(ArenaOwner(dying).bury_dead, limbo_s=0)),
-    "evict": lambda dying: partial(ArenaOwner(dying).evict_ahead, 0.5),
-    "clear": lambda dying: ArenaOwner(dying).clear,
-    "adopt": lambda dying: burdened(dying, ArenaOwner(dying).adopt),
-    "mend": lambda dying: burdened(dying, ArenaOwner(dying).mend),
+Call = Callable[[], object]
+
+CALLS: dict[str, Callable[[Scene, Arena], Call]] = {
+    "join": lambda scene, dying: (dying.leave(), partial(dying.join, "dying"))[1],
+    "lease": lambda scene, dying: partial(dying.lease, TRUNK + LEFT[:4]),
+    "lease slots": lambda scene, dying: partial(dying.lease_slots, np.arange(48)),
+    "release": lambda scene, dying: partial(dying.release, scene.mine),
+    "reserve": lambda scene, dying: partial(reserved, dying, NEW),
+    "reserve below": lambda scene, dying: partial(reserved, dying, NEW, parent=TRUNK[-1], depth=6),
+    "reserve what parentless blocks need": lambda scene, dying: partial(
+        reserved, dying, TRUNK[:3] + RIGHT
+    ),
+    "reserve another size": lambda scene, dying: partial(
+        reserved, dying, NEW, block_bytes=4 * SLOT
+    ),
+    "commit": lambda scene, dying: partial(dying.commit, scene.pending, scene.sums),
+    "abort": lambda scene, dying: partial(dying.abort, scene.pending),
+    "leave": lambda scene, dying: dying.leave,
+    "quarantine": lambda scene, dying: partial(
+        dying.quarantine, scene.slots_of(TRUNK[2:4] + LEFT[1:2])
+    ),
+    "bury": lambda scene, dying: (
+        scene.bereave("dead"),
+        partial(ArenaOwner(dying).bury_dead, limbo_s=0),
+    )[1],
+    "evict": lambda scene, dying: partial(ArenaOwner(dying).evict_ahead, 0.5),
+    "clear": lambda scene, dying: ArenaOwner(dying).clear,
+    "adopt": lambda scene, dying: ArenaOwner(dying).adopt,
+    "mend": lambda scene, dying: ArenaOwner(dying).mend,
 }
 """Name -> prepares and returns a call."""
 
 
+def columns_equal(one: Tables, other: Tables) -> bool:
+    """Whether all that is undone is equal, but for what a FREE slot or an empty entry says."""
+    is_said = {"slot_parent": one.slot_state > 0, "index_tag": one.index_slot.ravel() > 0}
+    return all(
+        np.array_equal(column[is_said.get(name, ...)], other.columns[name][is_said.get(name, ...)])
+        for name, column in one.columns.items()
+    )
+
+
 @pytest.mark.parametrize("step", [31, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_death_before_a_store_harms_nobody(arena: Arena, directory: Path, name, step):
-    """It comes before the first store, before that `step` later, and so on."""
-    for keys in CROWD:
-        store(arena, keys)
-    store(arena, chain(4, seed="large"), block_bytes=2 * SLOT)
-    store(arena, TRUNK)
-    held = leased(arena, TRUNK[:4])
-    dying = Arena.attach(directory, label="dying", lock_wait_s=1)
-    call = CALLS[name](dying)
+@pytest.mark.parametrize("arena", [spec(num_slabs=6)], indirect=True)
+def test_a_death_before_a_store_harms_nobody(arena, name, crowded, step):
+    """It comes before the first store, before that `step` later, and so on; again in the undo."""
+    scene, chance = Scene(arena, crowded=crowded), random.Random(name)
+    dying, call = scene.dying, CALLS[name](scene, scene.dying)
     before, log = copy_of(dying.tables), list[Write]()
     dying.tables = WatchedTables(dying.tables.data.base, before.geometry, log.extend)
     call()
+    done, replay, settled = copy_of(arena.tables), Replay(before, log), before
     if name != "leave":  # else it has given the lock up itself
         die(dying)
-    replay = Replay(before, log)
-    for died_at in itertools.chain(range(0, len(log), step), [len(log)]):
-        memoryview(arena.tables.data.base)[:] = image(replay.after(died_at))
-        if name in ("adopt", "mend"):  # only an owner mends what an owner left
-            ArenaOwner(arena).adopt()
-        leases = arena.lease(CROWD[0])
-        assert leases is not None, "the arena cannot be had"
-        assert not leases or fetch(arena, CROWD[0], leases[0])
-        assert arena.release(*leases)
-        check_after(arena)
-        assert fetch(arena, TRUNK, held), "a lease of a living process was broken"
-        assert int(arena.tables.slot_leases.sum()) == held.num_slots
+    for died_at in range(len(log) + 1):
+        left = replay.after(died_at)
+        if died_at % step == 0 or died_at == len(log):
+            scene.check_after(name, before, left, done)
+            undoing = record(left, lambda tables: tables.undo.roll_back())
+            twice = Replay(left, undoing).after(chance.randint(0, len(undoing)))
+            scene.check_after(name, before, twice, done)
+        if not left.undo.is_open:
+            settled = left
+        elif left.undo.roll_back() or name not in OWNERS_PART:
+            assert columns_equal(left, settled), "it is not as before its last step"
+    assert image(left) == image(done) or name in OWNERS_PART, "the log of stores is not complete"
     dying.close()
-
-
-def check_after(arena: Arena) -> None:
-    """Fail unless all that the dead held is back, and all that is READY is right."""
-    tables = arena.tables
-    for _ in range(2):
-        ArenaOwner(arena).bury_dead(limbo_s=0)
-    assert set(np.unique(tables.slot_state)) <= {FREE, READY}
-    assert int(tables.holder_live.sum()) == 1
-    assert not tables.undo.is_open
-    check_invariants(tables)
-    check_contents(tables)
