@@ -1,17 +1,16 @@
 """What a policy hears of an arena is what happened there, told by nobody but its tables."""
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvray.store.arena import slots
-from kvray.store.arena.tables import Array
+from kvray.store.arena.tables import Array, Tables
 from kvray.store.policy import LRU, Use
 from kvray.store.policy.observer import Observer
-from tests.unit.store.small_arena import chain, evict, find, make_tables, put, reserve, take
+from tests.unit.store.small_arena import chain, evict, find, put, reserve, take
 
 
 class Notes(LRU):
@@ -34,14 +33,10 @@ class Notes(LRU):
 class Watched:
     """Tables, and what is heard of them at each look."""
 
-    def __init__(self) -> None:
-        self.tables = make_tables()
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
         self.is_busy = False
-        self.observer = Observer(lambda: self.tables, self._section)
-
-    @contextlib.contextmanager
-    def _section(self) -> Iterator[bool]:
-        yield not self.is_busy
+        self.observer = Observer(lambda: tables, lambda: nullcontext(not self.is_busy))
 
     def look(self) -> list[tuple[Any, ...]]:
         notes = Notes()
@@ -50,8 +45,8 @@ class Watched:
 
 
 @pytest.fixture
-def watched() -> Watched:
-    return Watched()
+def watched(tables: Tables) -> Watched:
+    return Watched(tables)
 
 
 def test_a_prompt_is_stored_used_and_extended(watched):
@@ -68,16 +63,22 @@ def test_a_prompt_is_stored_used_and_extended(watched):
     assert watched.look() == []
 
 
+def test_a_slot_with_another_block_is_stored_again(watched):
+    tables, other = watched.tables, chain(64, seed="other")
+    put(tables, chain(64))
+    watched.look()
+    evict(tables, 64)
+    put(tables, other)
+    assert watched.look() == [("stored", find(tables, other), 0, -1)]
+
+
 def test_two_prompts_are_told_apart_and_in_their_order(watched):
     tables, one, two = watched.tables, chain(3, seed="a"), chain(3, seed="b")
     put(tables, one)
     put(tables, two)
     take(tables, one)
-    assert watched.look() == [
-        ("stored", find(tables, one), 0, -1),
-        ("stored", find(tables, two), 0, -1),
-        ("used", find(tables, one), 0, -1),
-    ]
+    told = (("stored", one), ("stored", two), ("used", one))
+    assert watched.look() == [(what, find(tables, keys), 0, -1) for what, keys in told]
 
 
 def test_who_stores_behind_a_block_does_not_use_it_and_stores_when_it_can_be_read(watched):
@@ -88,15 +89,6 @@ def test_who_stores_behind_a_block_does_not_use_it_and_stores_when_it_can_be_rea
     assert watched.look() == []
     slots.commit(tables, made, np.zeros(2, dtype="<u8"))
     assert watched.look() == [("stored", made.slots.tolist(), 2, head.slots[-1])]
-
-
-def test_a_slot_with_another_block_is_stored_again(watched):
-    tables, other = watched.tables, chain(64, seed="other")
-    put(tables, chain(64))
-    watched.look()
-    evict(tables, 64)
-    put(tables, other)
-    assert watched.look() == [("stored", find(tables, other), 0, -1)]
 
 
 def test_what_was_given_up_was_not_used_and_what_is_known_is_not_told(watched):
@@ -121,8 +113,7 @@ def test_parts_of_a_block_are_one_block(watched):
     put(tables, keys, part=1)
     put(tables, keys, part=0)
     first, second = find(tables, keys, 0), find(tables, keys, 1)
-    told = watched.look()
-    assert told[0] == ("stored", first, 0, -1)
-    assert told[1][0] == "copied"
-    assert dict(zip(told[1][1], told[1][2], strict=True)) == dict(zip(second, first, strict=True))
-    assert len(told) == 2
+    stored, (what, *copies) = watched.look()
+    assert stored == ("stored", first, 0, -1)
+    assert what == "copied"
+    assert dict(zip(*copies, strict=True)) == dict(zip(second, first, strict=True))

@@ -1,7 +1,9 @@
-"""LRU, gittins by what came back, and admission to the disk; all do as `check_policy` says."""
+"""LRU, gittins by which prompts came back, and admission to the disk; see also `check_policy`."""
 
-from collections import OrderedDict
+import math
+from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,32 +11,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvray.store.arena.tables import Array
-from kvray.store.policy import (
-    ADMISSIONS,
-    LRU,
-    POLICIES,
-    Everything,
-    Gittins,
-    Likely,
-    Policy,
-    Twice,
-    hazard,
-    prompts,
-)
+from kvray.store.policy import ADMISSIONS, LRU, POLICIES, Gittins, Policy, Use, hazard, prompts
+from kvray.store.policy.admission import Admission, Everything, Likely, Twice
 from kvray.store.policy.hazard import NUM_AGES
+from kvray.store.policy.prompts import Prompts
 from tests.conformance import POLICY_BEHAVIOURS, check_policy
-from tests.unit.store.policy.small_cache import SmallCache, use
 
 
-@given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 8))
-def test_single_blocks_are_kept_as_in_a_dict(names, num_blocks):
-    cache, known = SmallCache(LRU(num_blocks), num_blocks), OrderedDict[int, None]()
-    for at, name in enumerate(names):
-        assert cache.ask(name, now=float(at)) == (name in known)
-        known[name] = None
-        known.move_to_end(name)
-        if len(known) > num_blocks:
-            known.popitem(last=False)
+def use(slots: Sequence[int], names: Sequence[int], *, depth: int = 0, **more: Any) -> Use:
+    """Return a `Use` of all blocks of a prompt, or of those from `depth` on."""
+    both = np.array([slots, names], dtype=np.int64)
+    return Use(*both, **{"depth": depth, "length": depth + len(slots), "now": 0.0, **more})
+
+
+@given(st.lists(st.integers(0, 9), max_size=60))
+def test_the_block_that_was_used_longest_ago_goes_first(names):
+    policy, order = LRU(10), list(range(10))
+    for slot in order:
+        policy.stored(use([slot], [slot]))
+    for name in names:
+        policy.used(use([name], [name]))
+        order.remove(name)
+        order.append(name)
+    assert np.argsort(policy.rank(np.arange(10), now=0.0)).tolist() == order
 
 
 def test_blocks_of_one_use_have_one_rank():
@@ -77,40 +76,15 @@ def test_before_the_first_lesson_the_oldest_goes_first():
     assert order.tolist() == [*range(1, 30), 0]
 
 
-def test_what_always_returns_outranks_what_never_does():
+def test_what_always_returns_outranks_what_never_does_and_is_likelier_to():
     policy = Gittins(200)
+    assert (policy.chance(HOT, now=0.0) == 1).all(), "nothing is learned yet"
     now = taught(policy)
     soon = policy.rank(HOT, now=now + 5).min()
     assert soon > 10 * policy.rank(COLD, now=now + 5).max()
     assert soon > 10 * policy.rank(HOT, now=now + 500).max(), "it did not return when it used to"
-
-
-def test_chance_is_one_before_the_first_lesson_and_learned_after_it():
-    policy = Gittins(200)
-    policy.stored(use(HOT, HOT))
-    assert (policy.chance(HOT, now=1000.0) == 1).all()
-    now = taught(policy)
     assert policy.chance(HOT, now=now).min() > 0.8
     assert policy.chance(COLD, now=now).max() < 0.2
-
-
-def test_a_single_block_that_returns_is_seen_to():
-    policy = Gittins(10)
-    cache = SmallCache(policy, 10)
-    for turn in range(200):
-        cache.ask(0, now=10.0 * turn)
-        cache.ask(1000 + turn, now=10.0 * turn + 5)
-    assert cache.ask(0, now=2000.0)
-    assert policy.chance(np.array([cache.slots[0]]), now=2000.0)[0] > 0.8
-
-
-def test_a_tier_beside_it_knows_what_it_has_learned():
-    host = Gittins(200)
-    now = taught(host)
-    below = host.beside(50)
-    expected = host.rank(np.array([HOT[0], COLD[0]]), now=now)
-    below.copied(np.array([7, 9]), host, np.array([HOT[0], COLD[0]]))
-    assert (below.rank(np.array([7, 9]), now=now) == expected).all()
 
 
 @pytest.mark.parametrize(("length", "num"), [(2, 1), (3, 2)])
@@ -136,22 +110,137 @@ def test_a_copy_promises_a_tenth_of_the_hits_and_counts_as_ten_times_as_old_befo
     assert Gittins(1).rank_of_copies(np.array([5.0, 0.0, -3.0])).tolist() == [0.5, 0.0, -30.0]
 
 
+# -- prompts: which goes on with which, what became of their blocks, and that few are remembered --
+
+
+@pytest.fixture
+def known() -> Prompts:
+    return Prompts()
+
+
+def ended(known: Prompts, names: list[int], *, now: float = 0.0) -> int:
+    """Enter a prompt of these blocks; return its number."""
+    number = known.begin(now=now)
+    known.use(number, names, now=now)
+    known.measure(number, length=len(names), num_stored=len(names), num_new=len(names))
+    known.end(number, names[-min(4, len(names))])
+    return number
+
+
+@pytest.mark.parametrize(("num_equal", "turn"), [(7, 1), (6, 0)])
+def test_the_last_three_blocks_may_differ_but_no_more(known, num_equal, turn):
+    ended(known, list(range(10)))
+    assert known._turn[ended(known, [*range(num_equal), 100, 101, 102, 103])] == turn
+
+
+def test_a_prompt_that_goes_on_with_others_is_the_next_turn_of_the_latest(known):
+    turns = [ended(known, list(range(5 * turn + 5))) for turn in range(3)]
+    assert [known._turn[number] for number in turns] == [0, 1, 2]
+    ended(known, [*range(15), *range(100, 110)])  # turn 3
+    assert known._turn[ended(known, [*range(15), *range(100, 120)])] == 4
+    assert known._turn[ended(known, [*range(12), *range(200, 210)])] >= 1
+
+
+def test_turns_are_counted_though_earlier_blocks_were_evicted():
+    policy = Gittins(64)
+    for turn in range(4):  # nothing is ever found, all is stored again
+        names = list(range(6 * turn + 6))
+        policy.stored(use(range(len(names)), names, now=10.0 * turn))
+    assert policy._prompts._turn[:4].tolist() == [0, 1, 2, 3]
+    policy = Gittins(64)  # only the tail was evicted
+    policy.stored(use(range(10), range(10)))
+    policy.used(use(range(3), range(3), length=15, now=5.0))
+    policy.stored(use(range(20, 32), range(3, 15), depth=3, now=5.0, parent=2))
+    assert policy._prompts._turn[1] == 1
+
+
+def test_a_watched_block_returns_when_it_is_used_again(known):
+    number = known.begin(now=100.0)
+    known.watch(number, 2, 77, hits=0, depth=3)
+    assert known._returned[number, 2] == math.inf
+    for now, names in ((130.0, [1, 77, 2]), (190.0, [77])):
+        known.use(known.begin(now=now), names, now=now)
+        assert known._returned[number, 2] == 30.0, "it is watched for one return"
+
+
+def test_a_block_takes_the_place_of_another_and_has_one_place_of_a_prompt(known):
+    number = known.begin(now=0.0)
+    for place, name in ((1, 70), (1, 71), (0, 72), (3, 72)):
+        known.watch(number, place, name, hits=0, depth=0)
+    known.use(known.begin(now=9.0), [70], now=9.0)
+    assert known._returned[number, 1] == math.inf
+    known.use(known.begin(now=11.0), [71, 72], now=11.0)
+    assert known._returned[number, [1, 3]].tolist() == [11.0, 11.0]
+    assert known._hits[number, 0] < 0, "it is watched in its other place"
+
+
+def test_use_tells_how_many_leading_blocks_were_known(known):
+    number = known.begin(now=0.0)
+    known.watch(number, 0, 10, hits=0, depth=0)
+    known.watch(number, 3, 15, hits=0, depth=5)
+    later = known.begin(now=1.0)
+    for names, num_known in ((range(10, 13), 1), (range(10, 17), 6), (range(90, 92), 0)):
+        assert known.use(later, list(names), now=1.0) == num_known
+
+
+def test_a_prompt_is_forgotten_when_so_many_came_after_it(monkeypatch):
+    monkeypatch.setattr(prompts, "_PROMPTS", 16)
+    known = Prompts()
+    number = ended(known, list(range(10)))
+    known.watch(number, 0, 500, hits=0, depth=0)
+    assert known.num_stored(number) == 10
+    for at in range(16):
+        ended(known, [1000 + at])
+    assert known.num_stored(number) == -1
+    assert known._turn[ended(known, list(range(12))) % 16] == 0
+    assert known.use(known.begin(now=0.0), [500], now=0.0) == 0
+
+
+def test_blocks_of_forgotten_prompts_are_worth_nothing(monkeypatch):
+    monkeypatch.setattr(prompts, "_PROMPTS", 128)
+    known = Prompts()
+    for at in range(400):
+        number = known.begin(now=float(at))
+        known.use(number, [at % 3], now=float(at))
+        known.measure(number, length=1, num_stored=1, num_new=0)
+        known.watch(number, 0, at % 3, hits=1, depth=0)
+    numbers, ones = np.array([100, 398]), np.ones(2, dtype=np.int64)
+    forgotten, known_still = known.worth(numbers, 0 * ones, ones, now=400.0)
+    assert forgotten == 0 < known_still
+    assert known.chance(numbers, 0 * ones, ones, now=400.0)[0] == 0
+
+
+def test_classes_part_where_the_prompts_do():
+    """Short prompts come back here, long ones do not; no length is written down anywhere."""
+    for scale in (1, 40):
+        known = Prompts()
+        for at in range(600):
+            length = scale * (3 if at % 2 else 60)
+            names = [100_000 * at + block for block in range(length)]
+            number = ended(known, names, now=10.0 * at)
+            known.watch(number, 0, names[0], hits=0, depth=0)
+            if at % 2:
+                known.use(ended(known, [-at], now=10.0 * at + 4), names[:1], now=10.0 * at + 4)
+        short = ended(known, list(range(10**10, 10**10 + 3 * scale)), now=1e4)
+        long = ended(known, list(range(10**9, 10**9 + 60 * scale)), now=1e4)
+        numbers, zeros = np.array([short, long]), np.zeros(2, dtype=np.int64)
+        worth = known.worth(numbers, zeros, zeros, now=1e4)
+        assert worth[0] > 3 * worth[1]
+
+
+# -- rates -----------------------------------------------------------------------------------------
+
 EDGES = [0.0, *(4.0 * 2.0**age for age in range(NUM_AGES))]
 """Where the ages begin, and where the last one ends."""
 
 
-def lives(
-    rates: Array, classes: Array, *, waited: tuple[int, int], seed: int = 0
-) -> tuple[Array, Array]:
+def lives(rates: Array, classes: Array, *, waited: tuple[int, int]) -> tuple[Array, Array]:
     """Return after how many seconds each came back, or for how long it was waited for.
 
-    Args:
-        rates: chance of a return in each class at each age.
-        classes: of each life.
-        waited: the ages in which lives end that have not come back, from and below.
-        seed: of everything that is left to chance.
+    `rates` are the chances of a return in each class at each age, `classes` those of each life.
+    Lives that have not come back end in the ages `waited`, from and below.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     returns = rng.random((len(classes), NUM_AGES)) < rates[classes]
     age = np.where(returns.any(axis=1), returns.argmax(axis=1), NUM_AGES)
     last = rng.integers(*waited, len(classes))
@@ -239,10 +328,7 @@ def test_chance_is_that_of_any_return_from_there_on():
     rates = np.random.default_rng(1).random((4, NUM_AGES)) * 0.2
     chance = hazard.chance_of(rates)
     for one, age in product(range(4), range(NUM_AGES)):
-        stays = 1.0
-        for rate in rates[one, age:].tolist():
-            stays *= 1 - rate
-        assert chance[one, age] == pytest.approx(1 - stays)
+        assert chance[one, age] == pytest.approx(1 - np.prod(1 - rates[one, age:]))
 
 
 def test_a_table_is_read_between_its_ages_and_goes_on_as_it_ends():
@@ -253,9 +339,12 @@ def test_a_table_is_read_between_its_ages_and_goes_on_as_it_ends():
     assert found[4:] == pytest.approx([table[1, 0]] * 2 + [table[1, -1]] * 2, rel=1e-4)
 
 
-def admits(admission: Everything | Twice | Likely, slots: list[int], names: list[int]) -> list[int]:
+# -- admission to the disk -------------------------------------------------------------------------
+
+
+def admits(admission: Admission, slots: list[int], names: list[int]) -> list[int]:
     """Return the names that are admitted."""
-    mask: Array = admission.admits(np.array(slots), np.array(names, dtype=np.int64), now=0.0)
+    mask = admission.admits(*np.array([slots, names], dtype=np.int64), now=0.0)
     assert (mask.dtype, mask.shape) == (bool, (len(slots),))
     return list(np.array(names)[mask])
 
@@ -263,9 +352,7 @@ def admits(admission: Everything | Twice | Likely, slots: list[int], names: list
 @pytest.mark.parametrize("name", ADMISSIONS)
 @pytest.mark.parametrize("policy", [LRU(4), Gittins(4)], ids=["lru", "gittins"])
 def test_every_admission_decides_on_no_blocks(name, policy):
-    none = np.empty(0, dtype=np.int64)
-    mask = ADMISSIONS[name](4, policy).admits(none, none, now=0.0)
-    assert (mask.dtype, mask.shape) == (bool, (0,))
+    assert admits(ADMISSIONS[name](4, policy), [], []) == []
 
 
 def test_everything_admits_everything_and_twice_what_was_found_since_it_was_stored():
