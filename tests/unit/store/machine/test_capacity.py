@@ -13,17 +13,7 @@ import pytest
 
 from kvray.errors import CapacityError
 from kvray.store.machine import capacity
-from kvray.store.machine.capacity import (
-    Cgroup,
-    MemoryClaims,
-    Mount,
-    NodeMemory,
-    check_room,
-    limiting_cgroups,
-    mount_of,
-    mounts,
-    worker_bytes,
-)
+from kvray.store.machine.capacity import Cgroup, MemoryClaims, Mount, limiting_cgroups, mounts
 from tests.unit.store.mounted import huge_pages, run_mounted
 
 GIB = 2**30
@@ -45,7 +35,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(directory: Path, size: int, claims: MemoryClaims | None = None) -> None:
     """Ask for room beside tables of half a GiB."""
-    check_room(directory, size, claims, largest=lambda room: max(0, room - GIB // 2))
+    capacity.check_room(directory, size, claims, largest=lambda room: max(0, room - GIB // 2))
 
 
 def refusal(directory: Path, size: int, claims: MemoryClaims | None = None) -> str:
@@ -111,9 +101,9 @@ def test_small_arenas_are_named_in_MiB_and_none_where_nothing_fits(tmp_path, mon
 
 
 def test_workers_get_what_the_tightest_bound_leaves_less_rays_own_processes():
-    memory = NodeMemory(total=100 * GIB, available=80 * GIB)
-    assert worker_bytes(memory, 60 * GIB, RAY) == 8 * GIB - 768 * 2**20
-    assert worker_bytes(memory, 70 * GIB, RAY) == 0
+    memory = capacity.NodeMemory(total=100 * GIB, available=80 * GIB)
+    assert capacity.worker_bytes(memory, 60 * GIB, RAY) == 8 * GIB - 768 * 2**20
+    assert capacity.worker_bytes(memory, 70 * GIB, RAY) == 0
 
 
 # -- cgroups and mounts ---------------------------------------------------------------------------
@@ -236,10 +226,10 @@ def test_a_mount_has_its_point_kind_and_options_and_plain_paths():
 
 
 def test_the_mount_of_a_path_is_the_nearest_above_it(tmp_path):
-    shm = mount_of(Path("/dev/shm"))
+    shm = capacity.mount_of(Path("/dev/shm"))
     assert shm is not None
     assert (shm.point, shm.kind) == (Path("/dev/shm"), "tmpfs")
-    root = mount_of(tmp_path)
+    root = capacity.mount_of(tmp_path)
     assert root is None or tmp_path.is_relative_to(root.point)
 
 

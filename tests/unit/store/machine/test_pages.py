@@ -7,21 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvray.store import Arena, ArenaOwner
+from kvray.store import ArenaOwner
 from kvray.store.arena.prefault import mapping_of, populate
 from kvray.store.machine import pages
 from kvray.store.machine.capacity import Mount
-from kvray.store.machine.pages import (
-    ArenaPages,
-    interleave,
-    interleaved_over,
-    larger_pages_command,
-    mapped_file,
-    memory_nodes,
-    node_mask,
-    nodes_of,
-    parse_nodes,
-)
 from tests.unit.store.small_arena import make_arena
 
 SMAPS = """\
@@ -71,11 +60,11 @@ def thp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_mapped_files_have_figures_and_no_others(thp, path, address, mapped, huge):
-    file = mapped_file(SMAPS, Path(path))
+    file = pages.mapped_file(SMAPS, Path(path))
     assert file is not None
     assert (file.address, file.mapped_bytes) == (address, mapped * MIB)
     assert (file.huge_bytes, file.huge_page_bytes) == (huge * MIB, 2 * MIB)
-    assert mapped_file(SMAPS, Path("/shm/other")) is None
+    assert pages.mapped_file(SMAPS, Path("/shm/other")) is None
 
 
 @pytest.mark.parametrize(
@@ -91,27 +80,32 @@ def test_mapped_files_have_figures_and_no_others(thp, path, address, mapped, hug
 def test_one_command_gets_larger_pages(thp, monkeypatch, kind, options, command):
     mount = Mount(point=Path("/dev/shm"), kind=kind, device="0:1", root="/", options=options)
     monkeypatch.setattr(pages, "mount_of", lambda path: mount)
-    assert larger_pages_command(Path("/dev/shm/kvray-x")) == command
+    assert pages.larger_pages_command(Path("/dev/shm/kvray-x")) == command
 
 
 def test_a_kernel_that_denies_huge_pages_is_told_to_give_them_if_it_has_them(thp):
     (thp / "shmem_enabled").write_text("always within_size advise never [deny] force\n")
-    assert larger_pages_command(Path("/dev/shm")) == f"echo never > {thp}/shmem_enabled"
+    assert pages.larger_pages_command(Path("/dev/shm")) == f"echo never > {thp}/shmem_enabled"
     (thp / "hpage_pmd_size").unlink()
-    assert larger_pages_command(Path("/dev/shm")) is None
+    assert pages.larger_pages_command(Path("/dev/shm")) is None
 
 
 # -- of a real arena ------------------------------------------------------------------------------
 
 
-def test_figures_follow_the_arena_and_its_successor(directory, monkeypatch):
-    asked = ArenaPages(directory / "arena")
+def test_figures_are_read_till_all_of_an_arena_is_mapped_and_then_of_its_successor(
+    directory, monkeypatch
+):
+    monkeypatch.setattr(pages, "_LOOK_S", 0.0)
+    asked = pages.ArenaPages(directory / "arena")
     assert asked.figures() == {}
     arena = make_arena(directory)
+    before = asked.figures()
     populate(mapping_of(arena.tables))
     figures = asked.figures()
+    assert figures["mapped_bytes"] > before["mapped_bytes"]
     assert figures["mapped_bytes"] >= (directory / "arena").stat().st_size
-    assert figures["numa_nodes"] == len(memory_nodes())
+    assert figures["numa_nodes"] == len(pages.memory_nodes())
     monkeypatch.setattr(pages, "_SMAPS", Path("/nowhere"))
     assert asked.figures() == figures, "it was asked again, which takes long"
     monkeypatch.undo()
@@ -122,38 +116,26 @@ def test_figures_follow_the_arena_and_its_successor(directory, monkeypatch):
     successor.close()
 
 
-def test_figures_are_read_again_till_all_is_mapped(directory, monkeypatch):
-    monkeypatch.setattr(pages, "_LOOK_S", 0.0)
-    make_arena(directory).close()
-    arena = Arena(directory, lock_wait_s=1)
-    asked = ArenaPages(directory / "arena")
-    before = asked.figures()["mapped_bytes"]
-    populate(mapping_of(arena.tables))
-    assert asked.figures()["mapped_bytes"] > before
-    arena.close()
-
-
 @pytest.mark.parametrize(
     ("text", "nodes"),
     [("0\n", [0]), ("0-3", [0, 1, 2, 3]), ("0-1,4,6-7\n", [0, 1, 4, 6, 7]), ("\n", [])],
 )
 def test_a_list_of_nodes_is_read_as_the_kernel_writes_it(text, nodes):
-    assert parse_nodes(text) == nodes
+    assert pages.parse_nodes(text) == nodes
 
 
 def test_a_mask_has_one_bit_for_each_node():
-    mask = node_mask([0, 1, 63, 64, 1023])
-    words = struct.unpack("<16Q", mask)
-    assert (words[0], words[1], words[15]) == (1 << 63 | 3, 1, 1 << 63)
-    assert nodes_of(mask) == [0, 1, 63, 64, 1023]
+    mask = pages.node_mask([0, 1, 63, 64, 1023])
+    assert struct.unpack("<16Q", mask) == (1 << 63 | 3, 1, *13 * [0], 1 << 63)
+    assert pages.nodes_of(mask) == [0, 1, 63, 64, 1023]
 
 
 def test_the_kernel_interleaves_and_tells_so():
     memory = np.frombuffer(mmap.mmap(-1, 2**20), dtype=np.uint8)
-    assert not interleave(memory, [1000]), "there is no such node"
-    assert interleaved_over(memory.ctypes.data) == []
-    nodes = memory_nodes()
+    assert not pages.interleave(memory, [1000]), "there is no such node"
+    assert pages.interleaved_over(memory.ctypes.data) == []
+    nodes = pages.memory_nodes()
     if not nodes:
         pytest.skip("this kernel knows no NUMA nodes")
-    assert interleave(memory, nodes)
-    assert interleaved_over(memory.ctypes.data) == nodes
+    assert pages.interleave(memory, nodes)
+    assert pages.interleaved_over(memory.ctypes.data) == nodes
