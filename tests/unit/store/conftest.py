@@ -32,9 +32,12 @@ def tables() -> Iterator[Tables]:
 
 
 @pytest.fixture
-def arena(directory: Path) -> Iterator[Arena]:
-    """An arena of 8 slabs of 8 slots, of which this process is a holder; it stays valid."""
-    made = make_arena(directory)
+def arena(directory: Path, request: pytest.FixtureRequest) -> Iterator[Arena]:
+    """An arena of 8 slabs of 8 slots, of which this process is a holder; it stays valid.
+
+    A test may parametrize it, indirectly, with another spec.
+    """
+    made = make_arena(directory, asked=getattr(request, "param", None))
     made.join("test")
     yield made
     try:

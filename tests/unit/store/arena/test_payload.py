@@ -26,7 +26,6 @@ from tests.unit.store.small_arena import (
     fetch,
     leased,
     leased_for,
-    make_arena,
     num_here,
     pool_of,
     reserved,
@@ -61,9 +60,8 @@ def test_blocks_may_lie_anywhere_in_the_pool(arena):
 
 @pytest.mark.parametrize("num_regions", [1, 2])
 @pytest.mark.parametrize("block_bytes", [SLOT, 3 * 2**18])
-def test_what_others_write_before_a_sum_is_found(directory, monkeypatch, num_regions, block_bytes):
-    arena = make_arena(directory, asked=spec(slots_per_slab=512))
-    arena.join("test")
+@pytest.mark.parametrize("arena", [spec(slots_per_slab=512)], indirect=True)
+def test_what_others_write_before_a_sum_is_found(arena, monkeypatch, num_regions, block_bytes):
     made, copyto = reserved(arena, KEYS[:2], block_bytes=block_bytes), np.copyto
 
     def copy_and_spoil(target: Array, source: Array) -> None:
@@ -78,7 +76,6 @@ def test_what_others_write_before_a_sum_is_found(directory, monkeypatch, num_reg
     assert sums.tolist() == expected(pool, seeds_of(KEYS[:2]))
     assert arena.commit(made, sums)
     assert valid_run(arena, leased(arena, KEYS[:2])) == 0
-    arena.close()
 
 
 PIECE = 512 * 1024
@@ -87,10 +84,9 @@ PIECE = 512 * 1024
 
 @pytest.mark.parametrize("block_bytes", [PIECE // 4, PIECE, PIECE + 1, 5 * PIECE + 4096])
 @pytest.mark.parametrize("cores", [{0}, {0, 1}])
-def test_pieces_and_threads_change_no_bytes_and_no_sums(directory, monkeypatch, block_bytes, cores):
+@pytest.mark.parametrize("arena", [spec(slots_per_slab=1024)], indirect=True)
+def test_pieces_and_threads_change_no_bytes_and_no_sums(arena, monkeypatch, block_bytes, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
-    arena = make_arena(directory, asked=spec(slots_per_slab=1024))
-    arena.join("test")
     keys = KEYS[: 8 * 2**20 // block_bytes + 1] if block_bytes > PIECE else KEYS
     pool = noise(len(keys), block_bytes)
     made = reserved(arena, keys, block_bytes=block_bytes)
@@ -106,7 +102,6 @@ def test_pieces_and_threads_change_no_bytes_and_no_sums(directory, monkeypatch, 
     slot_bytes(arena.tables, int(made.slots[-1]))[block_bytes - 1] ^= 1
     with pytest.raises(CorruptBlock, match=keys[-1].hex()[:8]):
         arena.read(held, back, np.arange(len(keys)), verify=True)
-    arena.close()
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -135,11 +130,8 @@ def test_first_bad_block_is_told_and_taken_out_of_service(arena):
     held = leased(arena, KEYS)
     assert valid_run(arena, held) == 20
     slot_bytes(arena.tables, 11)[77] ^= 1
-    assert valid_run(arena, held, first=15) == 5
-    assert valid_run(arena, held) == 11
-    assert valid_run(arena, held) == 11
+    assert [valid_run(arena, held, first=first) for first in (15, 0, 0, 20)] == [5, 11, 11, 0]
     assert num_here(arena, KEYS) == 11
-    assert valid_run(arena, held, first=20) == 0
 
 
 def test_leases_that_end_in_a_copy_void_it(arena, monkeypatch):
@@ -206,10 +198,8 @@ def test_a_strip_has_runs_of_a_slot_from_all_over_a_page(arena, pages):
     strip = Strip(runs, start=30, step=300)
     arena.read_slots(made.slots.astype(np.int64), [strip], pages, block_bytes=block_bytes)
     expected = np.zeros_like(memory)
-    for row, page in enumerate(pages):
-        for run in range(4):
-            at = 30 + 300 * run
-            expected[page, 7 + 100 * run : 57 + 100 * run] = blocks[row, at : at + 50]
+    for run, at in enumerate(range(30, 1200, 300)):
+        expected[pages, 7 + 100 * run : 57 + 100 * run] = blocks[:, at : at + 50]
     assert (memory == expected).all()
 
 
