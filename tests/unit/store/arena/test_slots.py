@@ -17,7 +17,7 @@ from kvray.store.arena import audit, prefault, slots
 from kvray.store.arena import file as arena_file
 from kvray.store.arena.layout import ALIGNMENT, BUCKET_WAYS, RESERVED, RUN_SLOTS, Geometry
 from kvray.store.arena.prefault import Populator, pieces_of
-from kvray.store.arena.tables import EventReader
+from kvray.store.retention import UseCounts, hot_prefixes
 from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import (
@@ -34,13 +34,6 @@ from tests.unit.store.small_arena import (
     spec,
     store,
 )
-
-
-def test_chain_without_its_parent_is_dropped(tables):
-    keys = chain(4)
-    made = reserve(tables, keys[2:], parent=keys[1], depth=2)
-    assert (len(made.slots), made.existing, made.dropped) == (0, 0, 2)
-    assert int(tables.header["dropped"]) == 2
 
 
 @pytest.mark.parametrize("depth", [3, 0], ids=["as told", "as its parent's says"])
@@ -97,21 +90,7 @@ def test_late_commit_and_quarantine_cannot_hit_a_slot_that_was_given_on(tables):
     assert int(tables.header["corrupt"]) == 0
 
 
-def test_changes_are_noted_for_ready_slots_alone(tables):
-    reader = EventReader()
-    reader.take(tables)
-    made = reserve(tables, chain(2))
-    assert not reader.has_more(tables)
-    commit(tables, made)
-    assert reader.take(tables).tolist() == made.slots.tolist()
-    evict(tables, 1)
-    assert len(reader.take(tables)) == 1
-    slots.abort(tables, reserve(tables, chain(1, seed="y")))
-    assert not reader.has_more(tables)
-
-
 KEYS = chain(100)
-MIXED = [SLOT, 2 * SLOT, 3 * SLOT, 40 * SLOT]
 
 
 @given(num_slabs=st.integers(1, 9), slots_per_slab=st.integers(1, 300))
@@ -158,6 +137,8 @@ def test_rows_that_large_blocks_never_use_have_no_memory(thrifty):
         assert not owner.audit()
     owner.mend()
     assert thrifty.stats()["blocks"] == len(KEYS)
+    uses = UseCounts(geometry.num_slots)
+    assert hot_prefixes(thrifty.tables, uses, namespace=1, most=5, now=0.0) == []
     Populator(thrifty.tables)._thread.join()
     owner.clear()
     assert memory(thrifty) == before, "no look at the tables touches a row without memory"
@@ -220,7 +201,12 @@ def test_a_slab_whose_size_has_no_rows_is_mended(thrifty):
 
 
 @settings(max_examples=examples(100))
-@given(chosen=st.lists(st.tuples(st.sampled_from(MIXED), st.integers(1, 90)), max_size=12))
+@given(
+    chosen=st.lists(
+        st.tuples(st.sampled_from([SLOT, 2 * SLOT, 3 * SLOT, 40 * SLOT]), st.integers(1, 90)),
+        max_size=12,
+    )
+)
 def test_blocks_of_mixed_sizes_are_read_as_stored(chosen):
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvray-test-") as directory:
         asked = spec(num_slabs=5, slots_per_slab=2 * RUN_SLOTS + 2)
