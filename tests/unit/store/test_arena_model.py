@@ -3,10 +3,13 @@
 import shutil
 import tempfile
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -55,14 +58,13 @@ prefixes = st.sampled_from(range(len(PREFIXES)))
 holders = st.integers(0, 1)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Held:
     """A lease or a reservation, and in whose name."""
 
     holder: int
     keys: list[BlockKey]
-    lease: Lease | None = None
-    reservation: Reservation | None = None
+    what: Any
 
 
 class ArenaLife(RuleBasedStateMachine):
@@ -138,19 +140,18 @@ class ArenaLife(RuleBasedStateMachine):
         else:
             assert (wanted, made.dropped) == ([], stop - start)
         self.settle()
-        one = Held(holder=holder, keys=wanted, reservation=made)
+        one = Held(holder, wanted, made)
         self.held.add(one)
         return one
 
     @rule(one=consumes(reservations))
     def write_and_commit(self, one: Held) -> None:
-        if one not in self.held or one.reservation is None:
-            return
-        self.held.discard(one)
-        arena, size = self.arenas[one.holder], SIZE_OF.get((one.keys or [TRUNK[0]])[0], SLOT)
-        pool, rows = pool_of(one.keys, block_bytes=size), np.arange(len(one.keys))
-        assert arena.commit(one.reservation, arena.write(one.reservation, pool, rows))
-        self.settle(added=set(one.keys))
+        if one in self.held:
+            self.held.discard(one)
+            arena, size = self.arenas[one.holder], SIZE_OF[(one.keys or TRUNK)[0]]
+            pool, rows = pool_of(one.keys, block_bytes=size), np.arange(len(one.keys))
+            assert arena.commit(one.what, arena.write(one.what, pool, rows))
+            self.settle(added=set(one.keys))
 
     @rule(holder=holders, which=prefixes, length=st.integers(1, 12))
     def store(self, holder: int, which: int, length: int) -> None:
@@ -160,9 +161,9 @@ class ArenaLife(RuleBasedStateMachine):
 
     @rule(one=consumes(reservations))
     def abort(self, one: Held) -> None:
-        if one in self.held and one.reservation is not None:
+        if one in self.held:
             self.held.discard(one)
-            assert self.arenas[one.holder].abort(one.reservation)
+            assert self.arenas[one.holder].abort(one.what)
             self.settle(parentless=True)
 
     @rule(target=leases, holder=holders, which=prefixes, length=st.integers(1, 12))
@@ -173,30 +174,24 @@ class ArenaLife(RuleBasedStateMachine):
         assert taken is not None
         assert [one.num_slots for one in taken] == ([expected] if expected else [])
         self.settle()
-        held = [Held(holder=holder, keys=keys[:expected], lease=one) for one in taken]
+        held = [Held(holder, keys[:expected], one) for one in taken]
         self.held.update(held)
         return multiple(*held)
 
     @rule(one=leases, reader=holders)
     def read(self, one: Held, reader: int) -> None:
-        if one not in self.held or one.lease is None:
+        if one not in self.held:
             return
-        size = SIZE_OF[one.keys[0]]
         arena = self.arenas[reader]
-        spoilt = self.bad & set(arena.leased_slots(one.lease).tolist())
-        try:
-            assert fetch(arena, one.keys, one.lease, block_bytes=size)
-        except CorruptBlock:
-            assert spoilt
-        else:
-            assert not spoilt
+        spoilt = self.bad & set(arena.leased_slots(one.what).tolist())
+        with pytest.raises(CorruptBlock) if spoilt else nullcontext():
+            assert fetch(arena, one.keys, one.what, block_bytes=SIZE_OF[one.keys[0]])
 
     @rule(one=consumes(leases), by=holders)
     def release(self, one: Held, by: int) -> None:
-        if one.lease is not None:
-            self.held.discard(one)
-            assert self.arenas[by].release(one.lease)
-            self.settle()
+        self.held.discard(one)
+        assert self.arenas[by].release(one.what)
+        self.settle()
 
     @rule(holder=holders, which=prefixes)
     def match(self, holder: int, which: int) -> None:
@@ -231,18 +226,19 @@ class ArenaLife(RuleBasedStateMachine):
     def die_and_be_buried(self, dead: int, limbo_s: float) -> None:
         arena, survivor = self.arenas[dead], self.arenas[1 - dead]
         arena.side_file.unlock(HOLDER_BYTES + arena.holder)
-        arena._holder = None
+        arena.stay()
         assert ArenaOwner(survivor).bury_dead(limbo_s=limbo_s) == ["model"]
-        self.held = {one for one in self.held if one.holder != dead}
-        arena.join("model")
-        self.settle(parentless=True)
+        self.come_back(dead)
 
     @precondition(lambda self: len(self.held) > 1)
     @rule(leaver=holders)
     def leave_and_join(self, leaver: int) -> None:
         self.arenas[leaver].leave()
-        self.held = {one for one in self.held if one.holder != leaver}
-        self.arenas[leaver].join("model")
+        self.come_back(leaver)
+
+    def come_back(self, gone: int) -> None:
+        self.held = {one for one in self.held if one.holder != gone}
+        self.arenas[gone].join("model")
         self.settle(parentless=True)
 
     @precondition(lambda self: self.look(LIMBO, QUARANTINED))
@@ -268,11 +264,10 @@ class ArenaLife(RuleBasedStateMachine):
         tables = self.arenas[0].tables
         check_invariants(tables)
         assert not any(audit.find(tables, share) for share in audit.shares(tables))
-        state = self.arenas[0].tables.slot_state
-        self.bad = {slot for slot in self.bad if state[slot] == QUARANTINED}
+        self.bad = {slot for slot in self.bad if tables.slot_state[slot] == QUARANTINED}
         # Key -> its parent's key, for every block that has a parent link.
         names = {slot: key for key, slot in self.look(READY, RESERVED).items()}
-        parents = {slot: int(self.arenas[0].tables.slot_parent[slot]) for slot in names}
+        parents = {slot: int(tables.slot_parent[slot]) for slot in names}
         self.links = {names[slot]: names[up] for slot, up in parents.items() if up >= 0}
 
     @invariant()
@@ -283,15 +278,16 @@ class ArenaLife(RuleBasedStateMachine):
     @invariant()
     def leases_name_the_slots_of_their_keys(self) -> None:
         tables = self.arenas[0].tables
-        leases = [one for one in self.held if one.lease is not None]
+        leases = [one for one in self.held if isinstance(one.what, Lease)]
         for one in leases:
-            named = self.arenas[0].leased_slots(one.lease)
+            named = self.arenas[0].leased_slots(one.what)
             assert [key.tobytes() for key in tables.slot_key[named]] == one.keys
         assert int(tables.slot_leases.sum()) == sum(len(one.keys) for one in leases)
 
     @invariant()
     def slots_are_reserved_for_those_who_write(self) -> None:
-        writing = [key for one in self.held if one.reservation is not None for key in one.keys]
+        makers = [one for one in self.held if isinstance(one.what, Reservation)]
+        writing = [key for one in makers for key in one.keys]
         reserved = self.arenas[0].tables.slot_state == RESERVED
         assert sorted(self.look(RESERVED)) == sorted(writing)
         assert np.count_nonzero(reserved) == len(writing)
