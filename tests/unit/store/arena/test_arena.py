@@ -16,7 +16,7 @@ from kvray.errors import CapacityError, ConfigError, LeaseExpired, ShardUnavaila
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner, Held, Membership, PartRequest
 from kvray.store.arena import holders
-from kvray.store.arena.layout import FREE, RESERVED
+from kvray.store.arena.layout import RESERVED
 from kvray.store.machine.side_file import HOLDER_BYTES
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import (
@@ -103,7 +103,6 @@ BAD_CALLS: dict[str, Callable[[Arena], object]] = {
 def test_what_a_caller_does_wrong_leaves_no_mark(arena, name):
     with pytest.raises(ConfigError):
         BAD_CALLS[name](arena)
-    check_invariants(arena.tables)
     assert arena.stats()["repairs"] == 0
 
 
@@ -114,7 +113,6 @@ def test_block_larger_than_a_slab_is_refused_with_the_fix(arena):
 
 def test_empty_calls_are_fine(arena):
     assert arena.lease([]) == []
-    assert num_here(arena, []) == 0
     assert arena.release()
     made = reserved(arena, [])
     assert arena.commit(made, np.empty(0, dtype="<u8"))
@@ -141,21 +139,6 @@ def test_who_has_not_joined_can_neither_lease_nor_reserve(directory):
         with pytest.raises(LeaseExpired, match="join"):
             call()
     stranger.close()
-
-
-def test_leave_gives_everything_back_and_the_row_is_used_again(arena):
-    store(arena, KEYS)
-    row = arena.holder
-    assert arena.lease(KEYS)
-    made = reserved(arena, chain(3, seed="x"))
-    arena.leave()
-    arena.leave()
-    assert not arena.tables.slot_leases.any()
-    assert set(arena.tables.slot_state[made.slots].tolist()) == {FREE}
-    check_invariants(arena.tables)
-    assert arena.join("again") == row
-    assert int(arena.tables.holder_generation[row]) == 2
-    assert ArenaOwner(arena).bury_dead(limbo_s=0) == []
 
 
 def test_full_holder_table_is_a_capacity_error(directory):
@@ -248,17 +231,6 @@ def test_row_that_was_taken_again_meanwhile_is_not_buried(arena, second, directo
 # -- the owner's part -----------------------------------------------------------------------------
 
 
-def test_evicting_ahead_frees_the_share_that_is_asked(arena):
-    for number in range(4):
-        store(arena, chain(14, seed=str(number)))
-    assert ArenaOwner(arena).evict_ahead(0.1) == 0, "a spare slab is room enough"
-    store(arena, chain(8, seed="last"))
-    assert ArenaOwner(arena).evict_ahead(0.0) == 0
-    assert ArenaOwner(arena).evict_ahead(0.25) == 16
-    assert ArenaOwner(arena).evict_ahead(0.25) == 0
-    assert num_here(arena, chain(14, seed="3")) == 14
-
-
 def test_evicting_ahead_looks_at_each_block_size(arena):
     small, large = chain(32, seed="small"), chain(16, seed="large")
     store(arena, small)
@@ -273,15 +245,18 @@ def test_evicting_ahead_looks_at_each_block_size(arena):
 
 def test_figures_are_those_of_the_tables(arena):
     store(arena, KEYS)
-    store(arena, KEYS[:2], part=1, block_bytes=3 * SLOT)
+    store(arena, KEYS[:2], part=1, block_bytes=3 * SLOT - 100)
     arena.lease(KEYS[:3])
     stats = arena.stats()
-    assert stats["blocks"] == 12
-    assert stats["resident_bytes"] == 16 * SLOT
+    assert (stats["blocks"], stats["leased_blocks"], stats["stored"]) == (12, 3, 12)
+    assert stats["resident_bytes"] == 10 * SLOT + 2 * (3 * SLOT - 100)
     assert stats["taken_bytes"] == (10 + 2 * 4) * SLOT
-    assert (stats["leased_blocks"], stats["holders"], stats["stored"]) == (3, 1, 12)
-    use = [(one["block_bytes"], one["blocks"]) for one in stats["slabs"]]
-    assert (use, stats["spare_slabs"]) == ([(SLOT, 10), (3 * SLOT, 2)], 5)
+    assert (stats["holders"], stats["spare_slabs"]) == (1, 5)
+    names = ("block_bytes", "slabs", "slots", "blocks", "free_slots")
+    small, large = ([use[name] for name in names] for use in stats["slabs"])
+    assert (small, large) == ([SLOT, 2, 16, 10, 6], [3 * SLOT - 100, 1, 2, 2, 0])
+    waste = [(use["slot_waste_bytes"], use["slab_waste_bytes"]) for use in stats["slabs"]]
+    assert waste == [(0, 0), (2 * 100, 2 * SLOT)]
 
 
 def test_a_retired_arena_only_takes_back(arena, second, directory):

@@ -9,7 +9,7 @@ from kvray.store.arena import slots
 from kvray.store.arena import tables as tables_module
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import EventReader, Tables
-from tests.unit.store.small_arena import chain, evict, make_tables, num_here, put, store
+from tests.unit.store.small_arena import chain, evict, make_tables, num_here, put, reserved, store
 
 KEYS = chain(10)
 
@@ -22,10 +22,11 @@ def seen_all(tables: Tables) -> EventReader:
     return reader
 
 
-def test_a_use_is_an_event_and_a_look_is_not(arena):
+def test_a_use_is_an_event_and_neither_a_look_nor_a_block_that_is_not_there_yet(arena):
     made = store(arena, KEYS)
     reader = seen_all(arena.tables)
     assert num_here(arena, KEYS) == len(KEYS)
+    assert arena.abort(reserved(arena, chain(2, seed="x")))
     assert not reader.has_more(arena.tables)
     arena.lease(KEYS[:3])
     assert reader.take(arena.tables).tolist() == sorted(made.slots[:3].tolist())

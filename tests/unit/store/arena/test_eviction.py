@@ -19,7 +19,6 @@ from kvray.store.arena.tables import Array, Tables
 from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import (
-    NOBODY,
     SLOT,
     chain,
     find,
@@ -52,8 +51,8 @@ def test_one_long_chain_in_pieces_gives_all_that_is_asked():
 
 def test_save_extends_its_own_chain_in_a_full_arena_without_losing_it(tables):
     keys = chain(64)
-    for some in (keys[:60], chain(4, seed="other")):
-        put(tables, some)
+    put(tables, keys[:60])
+    put(tables, chain(4, seed="other"))
     made = put(tables, keys)
     assert (made.rows.tolist(), made.dropped) == ([60, 61, 62, 63], 0)
     assert matched(tables, keys) == 64
@@ -78,25 +77,16 @@ def test_parts_that_are_named_are_given_up_unless_leased_or_elsewhere(arena):
 
 
 def test_a_parent_stays_as_long_as_its_child_is_used_and_what_is_used_again(arena):
-    keys = chain(2)
     old = store(arena, chain(1, seed="old"))
+    keys = chain(2)
     store(arena, keys)
-    assert give_up(arena, keys[:1], 0) == 1
-    assert victims(arena.tables, 1) == old.slots.tolist()
-    assert give_up(arena, keys[1:], 0) == 1
-    assert served(arena, keys) == 2
-    assert victims(arena.tables, 1) == old.slots.tolist()
+    for given_up, used in ((keys[:1], []), (keys[1:], keys)):
+        assert give_up(arena, given_up, 0) == 1
+        assert served(arena, used) == len(used)
+        assert victims(arena.tables, 1) == old.slots.tolist()
 
 
 # -- priorities, policies and quotas --------------------------------------------------------------
-
-
-def test_a_rank_may_be_without_a_bound(tables):
-    keep = put(tables, chain(2, seed="keep"), priority=90)
-    low = put(tables, chain(2, seed="low"), priority=10)
-    ranks = np.full(tables.geometry.num_slots, -np.inf)
-    ranks[low.slots] = [-np.inf, 1.0]
-    assert victims(tables, 99, rank=ranks.take) == [*low.slots[::-1], *keep.slots[::-1]]
 
 
 def test_a_writer_takes_room_from_low_priority_and_from_beyond_quotas():
@@ -135,35 +125,35 @@ def test_the_slab_with_the_lowest_priority_is_cleared_for_another_block_size():
     assert (matched(tables, high), matched(tables, low)) == (8, 0)
 
 
-def test_under_the_lock_priorities_hold_as_well(tables):
+def test_priorities_hold_under_the_lock_as_well_and_whatever_the_ranks(tables):
     high = put(tables, chain(2, seed="high"), priority=80)
     low = put(tables, chain(2, seed="low"), priority=20)
     chosen = np.concatenate((high.slots, low.slots))
-    kept = keep_evictable(tables, chosen, protect=NOBODY).tolist()
-    assert kept == [*low.slots[::-1], *high.slots[::-1]]
+    expected = [*low.slots[::-1], *high.slots[::-1]]
+    assert keep_evictable(tables, chosen).tolist() == expected
+    ranks = np.full(tables.geometry.num_slots, -np.inf)
+    ranks[low.slots] = [-np.inf, 1.0]
+    assert victims(tables, 99, rank=ranks.take) == expected
 
 
-pieces = st.lists(
-    st.tuples(
-        st.integers(0, 1000),  # which of the blocks that are there to hang it from
-        st.integers(1, 6),  # its length
-        st.sampled_from([MINE, MINE, THEIRS, OTHERS, 0]),
-        st.just(6 * [35]) | st.lists(st.sampled_from([0, 35, 100]), min_size=6, max_size=6),
-    ),
-    min_size=1,
-    max_size=14,
+which_one = st.integers(0, 1000)
+"""Of the blocks that are there."""
+piece = st.tuples(
+    which_one,  # to hang it from
+    st.integers(1, 6),  # its length
+    st.sampled_from([MINE, MINE, THEIRS, OTHERS, 0]),
+    st.just(6 * [35]) | st.lists(st.sampled_from([0, 35, 100]), min_size=6, max_size=6),
 )
-bounds = st.dictionaries(st.sampled_from(["11", "22222222", ""]), st.integers(1, 20))
 
 
 @settings(max_examples=examples(300))
 @given(
-    pieces,
-    bounds,
-    st.lists(st.integers(0, 1000), max_size=6),
-    st.integers(0, 64),
-    st.integers(0, 3),
-    st.booleans(),
+    asked=st.lists(piece, min_size=1, max_size=14),
+    quota=st.dictionaries(st.sampled_from(["11", "22222222", ""]), st.integers(1, 20)),
+    touched=st.lists(which_one, max_size=6),
+    count=st.integers(0, 64),
+    num_special=st.integers(0, 3),
+    has_policy=st.booleans(),
 )
 def test_order_is_that_of_a_plain_search(asked, quota, touched, count, num_special, has_policy):
     tables = make_tables()
@@ -235,11 +225,11 @@ class Plain:
 
     def first(self, left: set[int], count: int) -> list[int]:
         chosen: list[int] = []
+        depth = self.tables.slot_depth
         while len(chosen) < count:
             leaves = [one for one in left if self.can_go(one, set(chosen))]
             if not leaves:
                 break
-            depth = self.tables.slot_depth
             chosen.append(min(leaves, key=lambda one: (self.place(one), -int(depth[one]))))
             left.remove(chosen[-1])
         return chosen

@@ -79,11 +79,8 @@ def test_file_that_is_not_what_it_should_be_is_refused(directory, field, value, 
 
 def test_refusal_that_is_kept_does_not_keep_the_arena_mapped(directory):
     arena = make_arena(directory)
-    ArenaOwner(arena).retire()
-    made = make_arena(directory)
-    made.tables.state[0] = RETIRED
+    arena.tables.state[0] = RETIRED
     arena.close()
-    made.close()
     with pytest.raises(ShardUnavailable) as kept:
         Arena(directory, lock_wait_s=1)
     assert kept.tb is not None
@@ -113,18 +110,15 @@ def test_retiring_spares_the_successor(directory):
         arena.close()
 
 
-@pytest.mark.parametrize("kind", ["tmpfs", "hugetlbfs", "ramfs", "ext4", None])
-def test_an_arena_that_is_to_be_in_memory_is_refused_on_anything_else(directory, monkeypatch, kind):
-    found = (
-        None if kind is None else Mount(point=directory, kind=kind, device="", root="", options=())
-    )
-    monkeypatch.setattr(arena_file, "mount_of", lambda path: found)
-    if kind != "ext4":
-        require_room(directory, replace(spec(), in_memory=True))
-        return
-    require_room(directory, spec())
+def test_an_arena_that_is_to_be_in_memory_is_refused_on_anything_else(directory, monkeypatch):
+    asked, found = replace(spec(), in_memory=True), Mock(return_value=None)
+    monkeypatch.setattr(arena_file, "mount_of", found)
+    require_room(directory, asked)
+    for kind in ("tmpfs", "hugetlbfs", "ramfs", "ext4"):
+        found.return_value = Mount(point=directory, kind=kind, device="", root="", options=())
+        require_room(directory, replace(asked, in_memory=kind != "ext4"))
     with pytest.raises(ConfigError, match=r"is on ext4, which is no memory; set arena\.dir"):
-        require_room(directory, replace(spec(), in_memory=True))
+        require_room(directory, asked)
 
 
 def test_only_a_setting_lets_an_arena_be_on_a_disk():
@@ -342,30 +336,26 @@ def test_the_background_maps_all_and_ends(directory):
     arena.close()
 
 
-@pytest.mark.parametrize("how", ["stop", "retire"])
-def test_background_work_can_end(directory, monkeypatch, how):
-    make_arena(directory).close()
-    arena = Arena(directory, lock_wait_s=1)
+@pytest.mark.parametrize("how", ["it is stopped", "the arena is retired", "memory is missing"])
+def test_background_work_ends_quietly_if(how, arena, monkeypatch):
     entered, go_on = threading.Event(), threading.Event()
-    slowly = Mock(side_effect=lambda chunk: (entered.set(), go_on.wait(HANG_S))[1])
-    monkeypatch.setattr(prefault, "_populate", slowly)
+
+    def populate_slowly(_chunk: Array) -> bool:
+        entered.set()
+        if how == "memory is missing":
+            raise OSError(errno.EIO, "broken")
+        return go_on.wait(HANG_S)
+
+    monkeypatch.setattr(prefault, "_populate", populate_slowly)
     populator = Populator(arena.tables)
     assert entered.wait(HANG_S)
-    if how == "stop":
+    if how == "it is stopped":
         populator._stopping.set()
-    else:
+    elif how == "the arena is retired":
         arena.tables.header["state"] = RETIRED
     go_on.set()
     populator.stop()
     assert not populating()
-    arena.close()
-
-
-def test_missing_memory_ends_it_quietly(directory, monkeypatch):
-    arena = make_arena(directory)
-    monkeypatch.setattr(prefault, "_populate", Mock(side_effect=OSError(errno.EIO, "broken")))
-    Populator(arena.tables).stop()
-    arena.close()
 
 
 # -- retired without a mapping --------------------------------------------------------------------
@@ -383,16 +373,12 @@ def test_who_maps_a_retired_arena_sees_it_and_keeps_bytes(arena, directory, is_o
     assert not (directory / "arena").exists()
 
 
-def test_a_fifo_or_a_link_is_unlinked_and_its_target_stays(arena, directory):
+def test_a_fifo_or_a_link_is_unlinked_its_target_stays_and_a_directory_is_refused(arena, directory):
     os.mkfifo(directory / "fifo")
     (directory / "link").symlink_to("arena")
     for name in ("fifo", "link", "nothing"):
         retire_file(directory / name)
         assert not os.path.lexists(directory / name)
     assert not arena.retired
-
-
-def test_a_directory_is_refused(directory):
-    (directory / "arena").mkdir()
     with pytest.raises(OSError, match="directory"):
-        retire_file(directory / "arena")
+        retire_file(directory)

@@ -10,7 +10,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from kvray.errors import ConfigError
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import BUCKET_WAYS, FREE, READY, RESERVED, RUN_SLOTS
 from tests.examples import examples
@@ -101,12 +100,6 @@ class IndexAgainstDict(RuleBasedStateMachine):
 
 IndexAgainstDict.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=30)
 TestIndexAgainstDict = IndexAgainstDict.TestCase
-
-
-@pytest.mark.parametrize("keys", [[b"short"], [b"x" * 16] * 2 + [b"y" * 33]])
-def test_what_is_no_key_is_refused(keys):
-    with pytest.raises(ConfigError, match="32 bytes"):
-        key_index.pack_keys(keys)
 
 
 @pytest.mark.parametrize("block_bytes", [SLOT, RUN_SLOTS * SLOT])

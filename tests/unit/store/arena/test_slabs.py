@@ -1,7 +1,5 @@
 """Slabs of several block sizes: where in them slots are taken, and every figure of them."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,6 @@ from kvray.store.arena import slabs, slots
 from kvray.store.arena.layout import FREE, LIMBO, READY, RESERVED
 from kvray.store.arena.mapped import slab_use
 from kvray.store.arena.payload import slot_bytes
-from kvray.store.arena.slabs import num_spare
 from kvray.store.arena.tables import Tables
 from tests.unit.store.small_arena import SLOT, chain, make_tables, matched, put, reserve, take
 
@@ -62,13 +59,15 @@ def test_slab_with_a_slot_in_limbo_is_not_given_back(tables):
     assert int(tables.slot_state[made.slots[0]]) == LIMBO
 
 
-def test_taking_a_slab_costs_what_is_in_it_and_hangs_from_it(tables):
+@pytest.mark.parametrize("num_slabs", [1, 5])
+def test_taking_slabs_costs_what_is_in_them_and_hangs_from_it(tables, num_slabs):
     for number in range(8):
         put(tables, chain(8, seed=f"slab {number}"))
     take(tables, chain(8, seed="slab 0"))
-    put(tables, chain(1, seed="large"), block_bytes=8 * SLOT)
+    made = put(tables, chain(num_slabs, seed="large"), block_bytes=8 * SLOT)
+    assert (len(made.slots), made.dropped) == (num_slabs, 0)
     left = [matched(tables, chain(8, seed=f"slab {number}")) for number in range(8)]
-    assert left == [8, 0, 8, 8, 8, 8, 8, 8]
+    assert left == [8, *num_slabs * [0], *(7 - num_slabs) * [8]]
 
 
 def test_slab_from_which_a_leased_block_hangs_is_not_taken(tables):
@@ -79,13 +78,6 @@ def test_slab_from_which_a_leased_block_hangs_is_not_taken(tables):
     made = reserve(tables, chain(1, seed="large"), block_bytes=8 * SLOT)
     assert (len(made.slots), made.dropped) == (0, 1)
     assert matched(tables, keys) == EVERY_SLOT
-
-
-def test_several_slabs_are_taken_for_one_save(tables):
-    for number in range(8):
-        put(tables, chain(8, seed=f"slab {number}"))
-    made = put(tables, chain(5, seed="large"), block_bytes=8 * SLOT)
-    assert (len(made.slots), made.dropped) == (5, 0)
 
 
 @pytest.mark.parametrize("is_used_since", [True, False])
@@ -100,27 +92,6 @@ def test_own_blocks_go_before_a_slab_of_another_size_that_was_used_since(tables,
     assert (matched(tables, large) == 0) is is_used_since
 
 
-def use_of(*slabs: str, block_bytes: int = SLOT) -> dict[str, Any]:
-    """Return the use of slabs of `block_bytes`, with a slot for each letter: Ready, busy, free."""
-    tables = make_tables()
-    for slab, letters in enumerate(slabs):
-        tables.slab_block_bytes[slab] = block_bytes
-        states = [{"R": READY, "b": RESERVED, ".": FREE}[letter] for letter in letters]
-        tables.slot_state[8 * slab : 8 * slab + len(letters)] = states
-    (use,) = slab_use(tables)
-    return use
-
-
-def test_each_block_size_is_counted_by_itself(tables):
-    assert (slab_use(tables), num_spare(tables)) == ([], 8)
-    put(tables, chain(10, seed="small"))
-    put(tables, chain(3, seed="large"), block_bytes=3 * SLOT)
-    names = ("block_bytes", "slabs", "slots", "blocks", "free_slots")
-    small, large = ([use[name] for name in names] for use in slab_use(tables))
-    assert (small, large) == ([SLOT, 2, 16, 10, 6], [3 * SLOT, 2, 4, 3, 1])
-    assert num_spare(tables) == 4
-
-
 @pytest.mark.parametrize(
     ("layout", "free", "longest", "share"),
     [
@@ -133,13 +104,11 @@ def test_each_block_size_is_counted_by_itself(tables):
     ],
 )
 def test_free_slots_outside_their_slab_s_longest_run_are_fragmented(layout, free, longest, share):
-    use = use_of(*layout)
+    tables = make_tables()
+    for slab, letters in enumerate(layout):  # Ready, busy, free
+        tables.slab_block_bytes[slab] = SLOT
+        states = [{"R": READY, "b": RESERVED, ".": FREE}[letter] for letter in letters]
+        tables.slot_state[8 * slab : 8 * slab + 8] = states
+    (use,) = slab_use(tables)
     assert (use["free_slots"], use["longest_free_run"]) == (free, longest)
     assert use["fragmented_share"] == share
-
-
-def test_bytes_that_no_block_can_use_are_counted():
-    use = use_of("R", "R", block_bytes=2 * SLOT + 100)
-    assert use["slots"] == 2 * 2
-    assert use["slot_waste_bytes"] == 4 * (SLOT - 100)
-    assert use["slab_waste_bytes"] == 2 * 2 * SLOT

