@@ -33,13 +33,9 @@ def make_tables(*, num_slabs: int = 8, slots_per_slab: int = 8) -> Tables:
 
 
 def spec(*, num_slabs: int = 8, slots_per_slab: int = 8, holders_max: int = 8) -> ArenaSpec:
-    slab = slots_per_slab * SLOT
+    slab, capacity = slots_per_slab * SLOT, num_slabs * slots_per_slab * SLOT
     return ArenaSpec(
-        cluster_name="test",
-        capacity=num_slabs * slab,
-        slab=slab,
-        slot_min=SLOT,
-        holders_max=holders_max,
+        cluster_name="test", capacity=capacity, slab=slab, slot_min=SLOT, holders_max=holders_max
     )
 
 

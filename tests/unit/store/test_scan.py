@@ -12,21 +12,10 @@ from kvray.store import Arena, ArenaOwner
 from kvray.store.arena.layout import QUARANTINED, READY
 from kvray.store.arena.payload import slot_bytes
 from kvray.store.scan import scan
-from tests.unit.store.invariants import check_invariants
-from tests.unit.store.small_arena import (
-    PATIENT_S,
-    SLOT,
-    acquire,
-    chain,
-    num_here,
-    release,
-    reserved,
-    store,
-)
+from tests.unit.store.small_arena import SLOT, acquire, chain, num_here, release, reserved, store
 
 KEYS = chain(20)
 quiet = Mock()
-"""Reports to nobody."""
 
 
 def spoil(arena: Arena, slot: int) -> str:
@@ -55,7 +44,6 @@ def test_a_wrong_byte_is_found_named_and_never_served_again(arena):
     assert num_here(arena, KEYS) == 3
     assert arena.stats()["corrupt"] == 2
     assert (arena.tables.slot_state[made.slots[[3, 11]]] == QUARANTINED).all()
-    check_invariants(arena.tables)
     assert scan(arena, quiet).corrupt == ()
 
 
@@ -86,7 +74,7 @@ def test_blocks_that_come_and_go_are_never_called_corrupt(arena, directory):
     over = threading.Event()
 
     def churn() -> None:
-        writer = Arena.attach(directory, label="writer", lock_wait_s=PATIENT_S)
+        writer = Arena.attach(directory, label="writer", lock_wait_s=5)
         number = 0
         while not over.is_set():
             number += 1
