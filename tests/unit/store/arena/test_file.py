@@ -26,7 +26,7 @@ from kvray.store.arena.tables import Array
 from kvray.store.machine.capacity import Mount
 from tests.unit.store.mounted import huge_pages, run_mounted
 from tests.unit.store.small_arena import chain, make_arena, spec, store
-from tests.waiting import HANG_S, wait_for
+from tests.waiting import HANG_S, Gate, wait_for
 
 MOUNTS = {None: True, "memory": True, "any": False}
 UNKNOWN_ADVICE = 4242
@@ -279,21 +279,13 @@ def test_pages_that_cannot_be_had_are_no_signal(directory):
 
 
 def test_other_threads_of_python_go_on_meanwhile(directory):
-    memory, over, turns = map_new(directory, 256 * MIB), threading.Event(), [0]
-
-    def count() -> None:
-        while not over.is_set():
-            turns[0] += 1
-            time.sleep(0)
-
-    counter = threading.Thread(target=count)
-    counter.start()
-    before = turns[0]
-    prefault._populate(memory)
-    gained = turns[0] - before
-    over.set()
-    counter.join()
-    assert gained > 10
+    work = threading.Thread(target=prefault._populate, args=[map_new(directory, 256 * MIB)])
+    work.start()
+    num_turns = 0
+    while work.is_alive():
+        num_turns += 1
+        time.sleep(0)
+    assert num_turns > 10
 
 
 @pytest.mark.root
@@ -338,22 +330,16 @@ def test_the_background_maps_all_and_ends(directory):
 
 @pytest.mark.parametrize("how", ["it is stopped", "the arena is retired", "memory is missing"])
 def test_background_work_ends_quietly_if(how, arena, monkeypatch):
-    entered, go_on = threading.Event(), threading.Event()
-
-    def populate_slowly(_chunk: Array) -> bool:
-        entered.set()
-        if how == "memory is missing":
-            raise OSError(errno.EIO, "broken")
-        return go_on.wait(HANG_S)
-
-    monkeypatch.setattr(prefault, "_populate", populate_slowly)
+    if how == "memory is missing":
+        monkeypatch.setattr(prefault, "_populate", Mock(side_effect=OSError(errno.EIO, "broken")))
+    gate = Gate(monkeypatch, prefault, "_populate")
     populator = Populator(arena.tables)
-    assert entered.wait(HANG_S)
+    assert gate.reached.wait(HANG_S)
     if how == "it is stopped":
         populator._stopping.set()
     elif how == "the arena is retired":
         arena.tables.header["state"] = RETIRED
-    go_on.set()
+    gate.open.set()
     populator.stop()
     assert not populating()
 

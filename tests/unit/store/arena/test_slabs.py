@@ -7,14 +7,9 @@ from kvray.store.arena import slabs, slots
 from kvray.store.arena.layout import FREE, LIMBO, READY, RESERVED
 from kvray.store.arena.mapped import slab_use
 from kvray.store.arena.payload import slot_bytes
-from kvray.store.arena.tables import Tables
 from tests.unit.store.small_arena import SLOT, chain, make_tables, matched, put, reserve, take
 
 EVERY_SLOT = 64
-
-
-def sizes(tables: Tables) -> list[int]:
-    return list(tables.slab_block_bytes.tolist())
 
 
 def test_smallest_run_in_the_emptiest_slab_that_is_long_enough_is_taken(tables):
@@ -41,7 +36,7 @@ def test_longest_runs_are_taken_first_where_none_is_long_enough():
 
 def test_block_sizes_live_in_slabs_of_their_own(tables):
     small, large = put(tables, chain(9)), put(tables, chain(3, seed="x"), block_bytes=3 * SLOT)
-    assert sizes(tables) == [SLOT, SLOT, 3 * SLOT, 3 * SLOT, 0, 0, 0, 0]
+    assert tables.slab_block_bytes.tolist() == [SLOT, SLOT, 3 * SLOT, 3 * SLOT, 0, 0, 0, 0]
     assert small.slots.tolist() == list(range(9))
     # A slab of 8 minimal slots holds two of three times the size.
     assert large.slots.tolist() == [16, 17, 24]
@@ -55,8 +50,8 @@ def test_slab_with_a_slot_in_limbo_is_not_given_back(tables):
     made = reserve(tables, chain(8), holder=3)
     slots.strand(tables, 3, now=0.0)
     slots.free(tables, made.slots[1:])
-    assert sizes(tables)[0] == SLOT
-    assert int(tables.slot_state[made.slots[0]]) == LIMBO
+    assert tables.slab_block_bytes[0] == SLOT
+    assert tables.slot_state[made.slots[0]] == LIMBO
 
 
 @pytest.mark.parametrize("num_slabs", [1, 5])
