@@ -62,15 +62,15 @@ class Scene:
         self.held = leased(arena, TRUNK[:3] + RIGHT[:2])
         self.slots_held = arena.leased_slots(self.held).tolist()
         arena.quarantine(self.slots_of(RIGHT[:1]))
-        self.bereave("buried")
+        self.let_one_die("buried")
         ArenaOwner(arena).bury_dead(limbo_s=1000)
         arena.quarantine(self.slots_of(LEFT[8:]))
         if crowded:
             store(arena, chain(slabs.num_available(arena.tables, SLOT), seed="filler"))
             assert not slabs.num_available(arena.tables, SLOT)
 
-    def bereave(self, label: str) -> None:
-        """Have a process die that has a lease and a reservation."""
+    def let_one_die(self, label: str) -> None:
+        """Let a process die that has a lease and a reservation."""
         dead = Arena.attach(self.arena.directory, label=label, lock_wait_s=1)
         assert dead.lease(TRUNK)
         reserved(dead, chain(2, seed=label))
@@ -120,12 +120,8 @@ CALLS: dict[str, Callable[[Scene, Arena], Call]] = {
     "release": lambda scene, dying: partial(dying.release, scene.mine),
     "reserve": lambda scene, dying: partial(reserved, dying, NEW),
     "reserve below": lambda scene, dying: partial(reserved, dying, NEW, parent=TRUNK[-1], depth=6),
-    "reserve what parentless blocks need": lambda scene, dying: partial(
-        reserved, dying, TRUNK[:3] + RIGHT
-    ),
-    "reserve another size": lambda scene, dying: partial(
-        reserved, dying, NEW, block_bytes=4 * SLOT
-    ),
+    "reserve lost parents": lambda scene, dying: partial(reserved, dying, TRUNK[:3] + RIGHT),
+    "reserve larger": lambda scene, dying: partial(reserved, dying, NEW, block_bytes=4 * SLOT),
     "commit": lambda scene, dying: partial(dying.commit, scene.pending, scene.sums),
     "abort": lambda scene, dying: partial(dying.abort, scene.pending),
     "leave": lambda scene, dying: dying.leave,
@@ -133,7 +129,7 @@ CALLS: dict[str, Callable[[Scene, Arena], Call]] = {
         dying.quarantine, scene.slots_of(TRUNK[2:4] + LEFT[1:2])
     ),
     "bury": lambda scene, dying: (
-        scene.bereave("dead"),
+        scene.let_one_die("dead"),
         partial(ArenaOwner(dying).bury_dead, limbo_s=0),
     )[1],
     "evict": lambda scene, dying: partial(ArenaOwner(dying).evict_ahead, 0.5),
