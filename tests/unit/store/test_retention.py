@@ -114,8 +114,8 @@ def test_however_old_a_look_is_the_last_holder_never_lets_go_of_an_extra_copy(he
 TIMES = st.lists(st.tuples(st.booleans(), st.integers(0, 200)), min_size=40, max_size=40)
 
 
-@given(TIMES, st.integers(0, 40), st.booleans())
-def test_extra_copies_that_are_idle_or_beyond_the_bound_alone_go_first(blocks, most, is_stale):
+@given(TIMES, st.integers(0, 40))
+def test_extra_copies_that_are_idle_or_beyond_the_bound_alone_go_first(blocks, most):
     tables = make_tables()
     slots = put(tables, chain(40)).slots
     used_at = np.zeros(tables.geometry.num_slots)

@@ -18,32 +18,22 @@ KEYS = chain(20)
 quiet = Mock()
 
 
-def spoil(arena: Arena, slot: int) -> str:
-    """Change one byte of a block; return the name of its key."""
-    slot_bytes(arena.tables, slot)[17] ^= 1
-    return arena.tables.slot_key[slot].tobytes().hex()[:8]
-
-
-def test_every_block_of_every_size_is_checked(arena):
+def test_every_block_is_checked_and_wrong_ones_are_named_and_never_served_again(arena):
     found = scan(arena, quiet)
     assert (found.blocks, found.num_bytes, found.skipped) == (0, 0, 0)
-    store(arena, KEYS)
+    made = store(arena, KEYS)
     store(arena, chain(5, seed="large"), block_bytes=2 * SLOT + 1)
     reserved(arena, chain(2, seed="being written"))
     found = scan(arena, quiet)
     assert (found.blocks, found.corrupt, found.skipped) == (25, (), 0)
     assert found.num_bytes == 20 * SLOT + 5 * (2 * SLOT + 1)
-
-
-def test_a_wrong_byte_is_found_named_and_never_served_again(arena):
-    made = store(arena, KEYS)
-    names = {spoil(arena, int(made.slots[row])) for row in (3, 11)}
+    spoilt = made.slots[[3, 11]]
+    for slot in spoilt.tolist():
+        slot_bytes(arena.tables, slot)[17] ^= 1
     found = scan(arena, quiet)
-    assert set(found.corrupt) == names
-    assert found.blocks == 20
-    assert num_here(arena, KEYS) == 3
-    assert arena.stats()["corrupt"] == 2
-    assert (arena.tables.slot_state[made.slots[[3, 11]]] == QUARANTINED).all()
+    assert set(found.corrupt) == {KEYS[row].hex()[:8] for row in (3, 11)}
+    assert (found.blocks, arena.stats()["corrupt"], num_here(arena, KEYS)) == (25, 2, 3)
+    assert (arena.tables.slot_state[spoilt] == QUARANTINED).all()
     assert scan(arena, quiet).corrupt == ()
 
 

@@ -24,6 +24,7 @@ class LeaseLife(RuleBasedStateMachine):
     """Leases of many pages, several at once, cut short, of one name, and of holders that leave."""
 
     leases = Bundle("leases")
+    """Those without a name; others of a name are as good as one that has ended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,14 +32,13 @@ class LeaseLife(RuleBasedStateMachine):
         keys = chain(2 * PAGE_SLOTS + 3)
         put(self.tables, keys)
         self.slots = np.array(find(self.tables, keys))
-        self.alive: dict[Lease, tuple[int, list[int]]] = {}
-        """The model: those that have not ended, with their holder and slots."""
-        self.named: list[tuple[str, int]] = []
-        """Name and holder of each lease of a name, of three slots."""
+        self.alive: dict[Lease, tuple[int, str | None, list[int]]] = {}
+        """The model: those that have not ended, with their holder, name and slots."""
 
-    def has_room(self, num_pages: int) -> bool:
-        used = [-(-len(slots) // PAGE_SLOTS) for _, slots in self.alive.values()]
-        return sum(used) + len(self.named) + num_pages <= self.tables.geometry.num_pages
+    def end(self, of: int | str) -> int:
+        """Forget the leases of a holder or a name; return how many slots they had."""
+        gone = [one for one, its in self.alive.items() if of in its[:2]]
+        return sum(len(self.alive.pop(one)[2]) for one in gone)
 
     @rule(
         target=leases,
@@ -46,57 +46,48 @@ class LeaseLife(RuleBasedStateMachine):
             st.sampled_from([1, 3, PAGE_SLOTS, 2 * PAGE_SLOTS + 3]), min_size=1, max_size=24
         ),
         holder=holders,
+        name=st.none() | names,
     )
-    def take(self, lengths: list[int], holder: int) -> object:
+    def take(self, lengths: list[int], holder: int, name: str | None) -> object:
         readers = [np.append(self.slots[: one - 1], self.slots[0]) for one in lengths]
-        taken = lease.take(self.tables, readers, holder=holder, now=0.0)
-        assert (taken is not None) == self.has_room(sum(-(-one // PAGE_SLOTS) for one in lengths))
+        known_by = None if name is None else lease.id_of(name)
+        taken = lease.take(self.tables, readers, holder=holder, now=0.0, lease_id=known_by)
+        all_lengths = [*lengths, *(len(slots) for *_, slots in self.alive.values())]
+        num_pages = sum(-(-one // PAGE_SLOTS) for one in all_lengths)
+        assert (taken is not None) == (num_pages <= self.tables.geometry.num_pages)
         for one, slots in zip(taken or (), readers if taken else (), strict=True):
-            self.alive[one] = holder, slots.tolist()
-        return multiple(*(taken or ()))
+            self.alive[one] = holder, name, slots.tolist()
+        return multiple(*(taken or ()) if name is None else ())
 
     @rule(one=leases, num_slots=st.integers(1, 600))
     def release(self, one: Lease, num_slots: int) -> None:
         narrow = dataclasses.replace(one, num_slots=min(num_slots, one.num_slots))
         if one in self.alive:
-            slots = self.alive.pop(one)[1]
+            *_, slots = self.alive.pop(one)
             assert slots_named(self.tables, narrow) == slots[: narrow.num_slots]
             assert lease.release(self.tables, narrow)
         assert lease.leased_slots(self.tables, one) is None
         assert not lease.release(self.tables, one)
-
-    @rule(name=names, holder=holders)
-    def take_of_a_name(self, name: str, holder: int) -> None:
-        named = lease.id_of(name)
-        taken = lease.take(self.tables, [self.slots[:3]], holder=holder, now=0.0, lease_id=named)
-        assert (taken is not None) == self.has_room(1)
-        if taken:
-            self.named.append((name, holder))
 
     @rule(name=names)
     def release_a_name(self, name: str) -> None:
         ids = [lease.id_of(one) for one in NAMES]
         pages = [lease.records(self.tables, one) for one in ids]
         mine = NAMES.index(name)
-        count = sum(one == name for one, _ in self.named)
-        for its, expected in ((1 - mine, 0), (mine, 3 * count), (mine, 0)):
+        for its, expected in ((1 - mine, 0), (mine, self.end(name)), (mine, 0)):
             assert lease.release_records(self.tables, ids[mine], pages[its]) == expected
-        self.named = [one for one in self.named if one[0] != name]
 
     @rule(holder=holders)
     def release_holder(self, holder: int) -> None:
-        mine = [one for one, (its, _) in self.alive.items() if its == holder]
-        count = sum(len(self.alive.pop(one)[1]) for one in mine)
-        count += 3 * sum(its == holder for _, its in self.named)
-        self.named = [one for one in self.named if one[1] != holder]
-        assert lease.release_holder(self.tables, holder) == count
+        mine = [one for one, its in self.alive.items() if its[0] == holder]
+        assert lease.release_holder(self.tables, holder) == self.end(holder)
         assert not any(lease.release(self.tables, one) for one in mine)
 
     @invariant()
     def leases_name_their_slots_and_are_counted(self) -> None:
         check_invariants(self.tables)
-        counts = Counter(self.slots[:3].tolist() * len(self.named))
-        for one, (_, slots) in self.alive.items():
+        counts = Counter[int]()
+        for one, (*_, slots) in self.alive.items():
             assert slots_named(self.tables, one) == slots
             counts.update(slots)
         expected = np.zeros(self.tables.geometry.num_slots, dtype=np.int64)

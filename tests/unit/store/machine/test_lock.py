@@ -193,19 +193,6 @@ def test_forked_child_is_refused_at_once_and_breaks_no_lock(side_file, lock, oth
     release(lock)
 
 
-def test_programs_that_a_process_starts_do_not_share_its_locks(arena, other):
-    other.say("arena.join('parent')")
-    other.say("small.acquire(arena._lock, 1)")
-    pid = int(other.say("__import__('subprocess').Popen(['sleep', '60'], close_fds=False).pid"))
-    try:
-        other.kill()
-        assert not arena.side_file.is_locked(HOLDER_BYTES + 1)
-        assert not arena.side_file.is_locked(ARENA_BYTE)
-        assert Path(f"/proc/{pid}").exists()
-    finally:
-        os.kill(pid, signal.SIGKILL)
-
-
 def test_one_file_under_two_names_is_one_side_file(directory):
     (directory / "real").mkdir()
     (directory / "link").symlink_to("real")
@@ -233,12 +220,16 @@ def test_locks_stay_whatever_else_the_process_does_with_the_file(side_file, lock
     release(lock)
 
 
+PROGRAM = "__import__('subprocess').Popen(['sleep', '60'], close_fds=False).pid"
+
+
+@pytest.mark.parametrize("start", ["os.fork() or time.sleep(60)", PROGRAM], ids=["fork", "program"])
 @pytest.mark.parametrize("in_section", [False, True])
-def test_a_dead_parents_lock_ends_in_its_fork(arena, other, in_section):
+def test_a_dead_parents_locks_end_though_what_it_started_lives(arena, other, start, in_section):
     other.say("arena.join('parent')")
     if in_section:
         other.say("(held := arena.section(1)).__enter__()")
-    pid = int(other.say("os.fork() or time.sleep(60)"))
+    pid = int(other.say(start))
     try:
         other.kill()
         # The fork may not have run yet.
