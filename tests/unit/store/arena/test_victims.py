@@ -95,7 +95,7 @@ def test_queues_of_nonsense_take_nothing_that_may_not_go(chance):
     check_invariants(tables)
 
 
-def test_a_writer_takes_what_the_owner_chose(arena, monkeypatch):
+def test_writers_take_the_blocks_and_clear_the_slab_that_the_owner_chose(arena, monkeypatch):
     fill(arena)
     tables = arena.tables
     assert ArenaOwner(arena).evict_ahead(0.0, lambda chosen: -tables.slot_tick[chosen]) == 0
@@ -108,12 +108,7 @@ def test_a_writer_takes_what_the_owner_chose(arena, monkeypatch):
     store(arena, chain(2, seed="new"))
     assert victims.num_left(tables, SLOT) == last - 2
     assert (tables.slot_number[going] != names).all()
-
-
-def test_a_writer_clears_the_slab_that_the_owner_chose(arena):
-    fill(arena)
-    ArenaOwner(arena).evict_ahead(0.0)
-    tables = arena.tables
+    monkeypatch.undo()
     chosen = int(tables.queue_slab[0])
     store(arena, chain(1, seed="large"), block_bytes=2 * SLOT)
     assert tables.slab_block_bytes[chosen] == 2 * SLOT
