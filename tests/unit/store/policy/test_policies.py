@@ -54,15 +54,15 @@ def test_every_policy(behaviour, name, monkeypatch):
 HOT, COLD = np.arange(4), np.arange(100, 108)
 
 
-def taught(*observers: Policy | Likely) -> float:
+def taught(*observers: Policy | Likely, hot: Array = HOT) -> float:
     """Have one prompt come back every 10 s, and others never; return the time after that."""
     now = 0.0
     for one in observers:
-        one.stored(use(HOT, HOT, now=now))
+        one.stored(use(hot, hot, now=now))
     for turn in range(300):
         now += 10.0
         for one in observers:
-            one.used(use(HOT, HOT, now=now))
+            one.used(use(hot, hot, now=now))
             one.stored(use(COLD, COLD + 1000 * (turn + 1), now=now))
     return now
 
@@ -76,14 +76,15 @@ def test_before_the_first_lesson_the_oldest_goes_first():
     assert order.tolist() == [*range(1, 30), 0]
 
 
-def test_what_always_returns_outranks_what_never_does_and_is_likelier_to():
+@pytest.mark.parametrize("hot", [HOT, HOT[:1]], ids=["a prompt", "a single block"])
+def test_what_always_returns_outranks_what_never_does_and_is_likelier_to(hot):
     policy = Gittins(200)
-    assert (policy.chance(HOT, now=0.0) == 1).all(), "nothing is learned yet"
-    now = taught(policy)
-    soon = policy.rank(HOT, now=now + 5).min()
+    assert (policy.chance(hot, now=0.0) == 1).all(), "nothing is learned yet"
+    now = taught(policy, hot=hot)
+    soon = policy.rank(hot, now=now + 5).min()
     assert soon > 10 * policy.rank(COLD, now=now + 5).max()
-    assert soon > 10 * policy.rank(HOT, now=now + 500).max(), "it did not return when it used to"
-    assert policy.chance(HOT, now=now).min() > 0.8
+    assert soon > 10 * policy.rank(hot, now=now + 500).max(), "it did not return when it used to"
+    assert policy.chance(hot, now=now).min() > 0.8
     assert policy.chance(COLD, now=now).max() < 0.2
 
 
