@@ -90,12 +90,10 @@ def test_own_blocks_go_before_a_slab_of_another_size_that_was_used_since(tables,
 @pytest.mark.parametrize(
     ("layout", "free", "longest", "share"),
     [
-        pytest.param(("RR......", "RRRRR..."), 9, 6, 0, id="in one piece"),
-        pytest.param(
-            ("R.R.R...", "b.RRRRRR", "........"), 14, 8, 1 - 12 / 14, id="beside the longest runs"
-        ),
-        pytest.param(("RRRRRR..", "....RRRR"), 6, 4, 0, id="a run ends with its slab"),
-        pytest.param(("RRRRRRRR",), 0, 0, 0, id="full"),
+        (("RR......", "RRRRR..."), 9, 6, 0),
+        (("R.R.R...", "b.RRRRRR", "........"), 14, 8, 1 - 12 / 14),
+        (("RRRRRR..", "....RRRR"), 6, 4, 0),  # a run ends with its slab
+        (("RRRRRRRR",), 0, 0, 0),
     ],
 )
 def test_free_slots_outside_their_slab_s_longest_run_are_fragmented(layout, free, longest, share):
