@@ -107,11 +107,8 @@ def gpu_stored(*hashes: int) -> BlockStored:
     )
 
 
-def test_stored_blocks_of_a_chain_are_one_event(engine):
-    assert engine.tell(stored([1, 2], [*range(8)])) == [gpu_stored(1, 2)]
-
-
-def test_a_partial_block_is_none_and_neither_is_its_end(engine):
+def test_full_blocks_of_a_chain_are_one_event_and_a_partial_one_is_none(engine):
+    assert engine.tell(stored([5, 6], [*range(8)])) == [gpu_stored(5, 6)]
     assert engine.tell(stored([1, 2], [*range(6)])) == [gpu_stored(1)]
     assert engine.tell(stored([3], [9, 9], parent=1), removed(2, 3)) == []
     assert engine.tell(removed(1)) == [BlockRemoved(block_hashes=[1], medium="GPU")]
@@ -120,7 +117,6 @@ def test_a_partial_block_is_none_and_neither_is_its_end(engine):
 def test_a_block_that_moves_to_host_memory_is_still_there(engine):
     engine.tell(stored([1], [*range(4)]))
     first, second = engine.tell(updated(1, 0, 1))
-    assert isinstance(first, BlockStored)
     assert (first.medium, first.block_hashes) == ("CPU", (1,))
     assert second == BlockRemoved(block_hashes=[1], medium="GPU")
     assert engine.leading([*range(4)]) == 1
@@ -160,15 +156,10 @@ def test_prompts_with_a_salt_an_adapter_or_media_stay_inside(engine, data):
     assert engine.tell(data, stored([3], [9] * 4, parent=2), removed(3, 2, 1)) == []
 
 
-def test_hashes_as_text_are_taken(engine):
-    (event,) = engine.tell(stored(["ab"], [*range(4)]))  # type: ignore[list-item]
-    assert isinstance(event, BlockStored)
-    assert event.block_hashes == (b"ab",)
-
-
-def test_lists_and_json_are_taken(engine):
-    first, second = engine.event(stored([1], [*range(4)])), engine.event(removed(1))
-    assert len(engine.pool.take([[first], json.dumps(second)])) == 2
+def test_lists_json_and_hashes_as_text_are_taken(engine):
+    first, second = engine.event(stored(["ab"], [*range(4)])), engine.event(removed("ab"))
+    taken = engine.pool.take([[first], json.dumps(second)])
+    assert [one.block_hashes for one in taken] == [(b"ab",), [b"ab"]]
 
 
 @pytest.mark.parametrize(

@@ -239,9 +239,9 @@ def stored(hashes: Sequence[int | bytes], tokens: Sequence[int], **more: Any) ->
     return BlockStored(**{"block_hashes": hashes, "token_ids": tokens, "block_size": BLOCK, **more})
 
 
-def content(*events: Event, blocks_max: int = 100, dp_rank: int | None = None) -> PoolContent:
+def content(*events: Event, blocks_max: int = 100) -> PoolContent:
     made = PoolContent(blocks_max=blocks_max)
-    made.apply(Batch(at=0.0, events=events, dp_rank=dp_rank))
+    made.apply(Batch(at=0.0, events=events))
     return made
 
 
@@ -273,19 +273,16 @@ def test_a_plain_prompt_does_not_find(events, found, blocks):
     assert (leading(made, PROMPT), len(made)) == (found, blocks)
 
 
-def test_a_block_counts_while_a_fast_medium_has_it():
+def test_a_block_counts_while_a_fast_medium_of_some_rank_has_it():
     gpu = stored([1], PROMPT[:4], medium="GPU")
     made = content(gpu, stored([1], PROMPT[:4], medium="CPU"), BlockRemoved(block_hashes=[1]))
     assert leading(made, PROMPT) == 1
     made.apply(Batch(at=1.0, events=[stored([1], PROMPT[:4], medium="STORAGE")]))
     made.apply(Batch(at=2.0, events=[BlockRemoved(block_hashes=[1], medium="CPU")]))
     assert (leading(made, PROMPT), len(made)) == (0, 1)
-
-
-def test_ranks_have_blocks_of_their_own():
-    made = content(stored([1], PROMPT[:4]), dp_rank=0)
-    made.apply(Batch(at=0.0, events=[stored([1], PROMPT[:4])], dp_rank=1))
-    made.apply(Batch(at=0.0, events=[BlockRemoved(block_hashes=[1])], dp_rank=0))
+    for rank in (0, 1):
+        made.apply(Batch(at=3.0, events=[gpu], dp_rank=rank))
+    made.apply(Batch(at=4.0, events=[BlockRemoved(block_hashes=[1])], dp_rank=0))
     assert leading(made, PROMPT) == 1
 
 
@@ -293,11 +290,6 @@ def test_a_salted_prompt_finds_blocks_of_its_salt_only():
     made = content(stored([1, 2], PROMPT[:8], extra_keys=[("salt",), None]))
     assert leading(made, PROMPT, salt="salt") == 2
     assert leading(made, PROMPT, salt="other") == 0
-
-
-def test_a_cleared_pool_is_known_to_be_empty():
-    made = content(stored([1], PROMPT[:4]), AllBlocksCleared())
-    assert (len(made), made.is_whole, made.digests) == (0, True, frozenset())
 
 
 def test_of_too_many_blocks_the_oldest_are_forgotten():
