@@ -107,15 +107,6 @@ def has(*blocks: int):
     return lambda subscriber: set(subscriber.content["CPU"]) == set(blocks)
 
 
-def test_a_subscriber_that_comes_late_gets_everything_by_a_replay():
-    blocks = range(5 * BATCH_BLOCKS + 1)
-    with Publisher(*blocks) as publisher, KvSubscriber(publisher.live, publisher.replay) as late:
-        late.take()
-
-        assert set(late.content["CPU"]) == set(blocks)
-        assert late.num_gaps == 1
-
-
 def test_a_client_that_asks_by_a_plain_request_gets_two_frames_a_batch():
     with Publisher(1, 2) as publisher, zmq.Context() as context:
         with context.socket(zmq.REQ) as client:
@@ -132,7 +123,6 @@ def test_a_replay_of_batches_that_are_kept_is_those_batches():
         for block in range(20):
             publisher.store(block)
         last = publisher.publisher.last
-
         assert subscriber.replay(last - 4) == [*range(last - 4, last + 1)]
         assert set(subscriber.content["CPU"]) == {15, 16, 17, 18, 19}
         assert subscriber.replay(last + 100) == []
@@ -145,9 +135,7 @@ def test_a_replay_of_batches_that_are_gone_is_a_snapshot_whose_numbers_ascend(mo
             publisher.store(block)
         publisher.remove(7)
         last = publisher.publisher.last
-
         numbers = subscriber.replay(last - 50)
-
         assert numbers[0] == last - 50
         assert numbers == sorted(set(numbers))
         assert last in numbers
@@ -162,7 +150,6 @@ def test_a_replay_without_room_for_numbers_is_one_batch(monkeypatch):
         with KvSubscriber(publisher.live, publisher.replay) as subscriber:
             last = publisher.publisher.last
             numbers = subscriber.replay(last - 1)
-
             assert sum(number <= last for number in numbers) <= 2
             assert set(subscriber.content["CPU"]) == set(range(502))
 
@@ -186,7 +173,8 @@ def test_clients_that_do_not_read_their_replays_hold_nobody_up():
             for _ in range(3):
                 stuck.send_multipart([b"", (0).to_bytes(8, "big")])
         with KvSubscriber(publisher.live, publisher.replay) as subscriber:
-            subscriber.read_until(lambda one: len(one.content["CPU"]) == len(blocks))
+            subscriber.take()
+            assert (subscriber.num_gaps, len(subscriber.content["CPU"])) == (1, len(blocks))
             publisher.store(10**6)
             subscriber.read_until(lambda one: 10**6 in one.content["CPU"])
 
@@ -213,18 +201,6 @@ def test_an_address_that_is_taken_is_named():
         other.bind(FREE, FREE)
 
 
-def test_what_is_stored_and_removed_reaches_subscribers_of_any_pair_of_addresses():
-    with Publisher() as publisher:
-        with publisher._lock:
-            second = publisher.publisher.bind(FREE, FREE)
-        with KvSubscriber(publisher.live, publisher.replay) as one, KvSubscriber(*second) as other:
-            publisher.store(1, 2, 3)
-            publisher.remove(2)
-            for subscriber in (one, other):
-                subscriber.read_until(has(1, 3))
-                assert subscriber.content["CPU"][3] == (2, (3, 6))
-
-
 STEPS = st.lists(
     st.tuples(st.sampled_from(["store", "remove"]), st.integers(0, 30))
     | st.tuples(st.just("lose"), st.integers(1, 4)),
@@ -246,7 +222,6 @@ def test_however_many_batches_are_lost_a_replay_gives_the_content(monkeypatch, s
                     subscriber._live.recv_multipart()
         subscriber.replay(subscriber.last + 1)
         subscriber.read(0.05)
-
         assert set(subscriber.content["CPU"]) == set(publisher.held.blocks)
 
 
@@ -496,27 +471,13 @@ def test_replays_side_by_side_share_what_is_made_for_them(still):
     assert len(asked) > len(set(asked)), "what is older than the last batch is made again"
 
 
-@pytest.mark.parametrize("address", ["tcp://192.0.2.1:*", "tcp://nowhere.invalid:1", "ipc://x"])
-def test_an_address_of_nobody_here_is_named(address):
-    with closing(ZmqPublisher(Held(), first=1)) as publisher:
-        with pytest.raises(ConfigError, match=r"KV events"):
-            publisher.bind(address, address)
-
-
-def test_ipv6_addresses_are_told_in_brackets(still):
-    for told in still.publisher.bind("tcp://[::1]:*", "tcp://[::1]:*"):
-        assert told.startswith("tcp://[::1]:")
-
-
 @given(
     st.integers(0, 2**62), st.integers(1, 5), st.integers(1, 40), st.lists(st.binary(max_size=20))
 )
 def test_the_latest_batches_are_kept_within_the_bounds(first, batches_max, bytes_max, payloads):
     log = EventLog(first, batches_max=batches_max, bytes_max=bytes_max)
     assert (log.oldest, log.last) == (first, first - 1)
-
     numbers = [log.add(payload) for payload in payloads]
-
     assert numbers == list(range(first, first + len(payloads)))
     assert log.last == first + len(payloads) - 1
     kept = [log[number] for number in range(log.oldest, log.last + 1)]
