@@ -45,15 +45,6 @@ def is_purged(index: Index) -> bool:
     return not any(one.codes for one in index._ended)
 
 
-def purged(index: Index, slots: int) -> int:
-    """Purge in slices; return how many it took."""
-    slices = 0
-    while not is_purged(index):
-        index.purge(slots)
-        slices += 1
-    return slices
-
-
 class IndexAgainstSet(RuleBasedStateMachine):
     """The model is a set of (shard, key, part), and the shards that are silent.
 
@@ -123,12 +114,6 @@ class IndexAgainstSet(RuleBasedStateMachine):
                 held = {part for _, other, part in left if other == key}
                 assert not any(loss.parts >> part & 1 for part in held)
 
-    @rule(shard=shards, named=entries)
-    def refuse_keys_without_parts(self, shard: str, named: list[Entry]) -> None:
-        keys, parts = packed(named)
-        with pytest.raises(ConfigError):
-            self.index.add(shard, keys + KEYS[0], parts)
-
     @rule(keys=st.lists(st.sampled_from(KEYS), unique=True), num_parts=st.integers(1, NUM_PARTS))
     def match(self, keys: list[bytes], num_parts: int) -> None:
         whole = (1 << num_parts) - 1
@@ -184,45 +169,16 @@ def sum_of(holders: dict[str, int]) -> int:
 TestIndexAgainstSet = IndexAgainstSet.TestCase
 
 
-def test_a_long_run_is_found_to_its_end():
-    keys = [hashlib.sha256(n.to_bytes(4, "little")).digest() for n in range(2000)]
-    index = index_of(a=[(key, 0) for key in keys[:1500]], b=[(key, 0) for key in keys[:700]])
-    found = index.match(b"".join(keys), 1)
-    assert (found.num_blocks, found.holders) == (1500, {"a": 1500, "b": 700})
-    assert index.locate(b"".join(keys)) == [
-        Run(stop=700, holders={"a": 1, "b": 1}),
-        Run(stop=1500, holders={"a": 1}),
-    ]
-
-
-# -- losses ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def halves() -> Index:
     """An index where `a` has part 0 of two blocks and `b` has part 1."""
     return index_of(**{one: [(KEYS[0], at), (KEYS[1], at)] for at, one in enumerate("ab")})
 
 
-def test_a_shard_is_told_that_the_other_part_of_its_block_went(halves):
+def test_a_shard_loses_nothing_while_it_keeps_another_part(halves):
+    halves.add("a", KEYS[1], [2])
+    assert halves.remove("a", KEYS[1], [2]) == []
     assert halves.remove("a", KEYS[1], [0]) == [Loss(keys=KEYS[1], parts=1, shards=("b",))]
-
-
-@pytest.mark.parametrize(
-    ("keeper", "part", "is_silent"), [("c", 0, False), ("c", 0, True), ("a", 2, False)]
-)
-def test_a_part_that_others_have_or_nobody_else_misses_is_no_loss(halves, keeper, part, is_silent):
-    halves.add(keeper, KEYS[1], [part])
-    halves.set_silent(keeper, is_silent)
-    assert halves.remove("a", KEYS[1], [part]) == []
-
-
-def test_what_a_dropped_shard_had_is_lost_when_it_is_purged(halves):
-    halves.drop("a")
-    (loss,) = halves.purge(EVERYTHING)
-    assert {loss.keys[:32], loss.keys[32:]} == set(KEYS[:2])
-    assert (loss.parts, loss.shards) == (1, ("b",))
-    assert halves.purge(EVERYTHING) == []
 
 
 def test_a_shard_that_starts_over_loses_only_what_it_does_not_say_again(halves):
@@ -234,15 +190,12 @@ def test_a_shard_that_starts_over_loses_only_what_it_does_not_say_again(halves):
     assert halves.purge(EVERYTHING) == [Loss(keys=KEYS[1], parts=1, shards=("b",))]
 
 
-# -- what cannot be -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("parts", [[], [0, 1], [-1], [PARTS_MAX], [2**32 - 1], [2**70]])
-def test_entries_that_cannot_be_are_refused_and_change_nothing(parts):
-    index = Index()
-    with pytest.raises(ConfigError):
-        index.add("a", KEYS[0], parts)
-    assert (len(index), index.entries()) == (0, {})
+def test_entries_that_cannot_be_are_refused_and_change_nothing(halves, parts):
+    for shard in "ac":
+        with pytest.raises(ConfigError):
+            halves.add(shard, KEYS[0], parts)
+    assert (len(halves), halves.entries()) == (2, {"a": 2, "b": 2})
 
 
 @pytest.mark.parametrize(
@@ -261,19 +214,23 @@ def test_questions_that_cannot_be_are_refused(num_bytes, num_parts, said):
 
 
 def test_a_purge_goes_on_where_it_stopped_in_smaller_slices_where_blocks_have_many_holders():
+    def num_purges(slots: int) -> int:
+        count = 0
+        while not is_purged(index):
+            index.purge(slots)
+            count += 1
+        return count
+
     index = index_of(a=[(key, 0) for key in KEYS])
     index.drop("a")
-    assert 1 < purged(index, 1000) <= 17
+    assert 1 < num_purges(1000) <= 17
     index, keys = Index(), np.random.default_rng(0).integers(1, 2**63, (8192, 4), dtype="<u8")
     for shard in range(13):
         held = keys[(np.arange(8192) >> shard) & 1 == 1] if shard < 12 else keys
         index.add(f"s{shard}", held.tobytes(), [0] * len(held))
     index.drop("s12")
-    assert purged(index, 100_000) > 1
+    assert num_purges(100_000) > 1
     assert sum(index.entries().values()) == 12 * 4096
-
-
-# -- many holders ---------------------------------------------------------------------------------
 
 
 def test_blocks_with_holders_of_their_own_need_no_objects_of_their_own():
@@ -287,6 +244,9 @@ def test_blocks_with_holders_of_their_own_need_no_objects_of_their_own():
     assert len(index._codes._masks) == 1 + 40, "one code a shard, whoever holds the blocks"
     starts = [run.holders for run in index.locate(keys.tobytes())]
     assert starts == [{f"s{one}": 1 for one in np.flatnonzero(held)} for held in is_held]
+    found = index.match(keys.tobytes(), 1)
+    assert found.num_blocks == 2000
+    assert found.holders == {f"s{one}": n for one, n in enumerate(is_held.argmin(axis=0)) if n}
 
 
 def test_a_holder_too_many_is_not_entered_until_another_leaves():
