@@ -41,8 +41,8 @@ def paths_of(trace: Trace, seed: int = 0) -> list[Array]:
 
 
 def fed(sample: TrafficSample, trace: Trace, seed: int = 0) -> TrafficSample:
-    """Give a sample all requests of a trace, one report each."""
+    """Give a sample all requests of a trace, one report each, as it comes over the wire."""
     for at, path in zip(trace.times.tolist(), paths_of(trace, seed), strict=True):
         prompts = sampled([path], limit=sample.limit("one", block_bytes=1))
-        sample.add("one", prompts, **SIZES, now=at)
+        sample.add("one", SampledPrompts.unpack(prompts.pack()), **SIZES, now=at)
     return sample

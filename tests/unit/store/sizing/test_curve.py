@@ -55,14 +55,6 @@ def test_a_curve_of_some_keys_is_near_the_full_replay(path, policy):
     assert np.abs(errors).mean() < 0.005 + 1.5 * np.mean(said), "it says how far off it may be"
 
 
-@each_policy
-def test_more_memory_finds_no_less_but_for_noise(policy):
-    sample = fed(TrafficSample(1600, keys_max=3000), excerpt(SYNTHETIC))
-    sizes = [50, 100, 200, 400, 800, 1600, 3200]
-    found = result_of(curve(sample.window(), sizes, policy=policy, admission="all"))["one"]
-    assert (np.diff(found["host"]) > -0.02).all()
-
-
 def random_paths(count: int, length: int, seed: int = 5) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 2**64, length, dtype="u8") for _ in range(count)]
@@ -199,12 +191,6 @@ def test_a_window_may_be_thinner_than_the_sample():
     assert sample.window().trace.num_refs == trace.num_refs
 
 
-def test_prompts_of_a_thinner_sample_than_wanted_are_lost_and_counted():
-    sample = TrafficSample(1000)
-    sample.add("one", sampled([PATH, PATH], limit=10), **SIZES, now=1.0)
-    assert (sample.num_lost, sample.num_seen) == (2, 0)
-
-
 def test_a_block_that_grows_as_ranks_register_begins_the_namespace_again():
     sample = TrafficSample(1000)
     sample.add("one", sampled([PATH]), **SIZES, now=1.0)
@@ -253,15 +239,6 @@ def test_it_stays_bounded_and_whole_whatever_comes(reports, capacity):
         rates = np.array([space.rate for space in window.spaces])
         kept = np.repeat(rates[window.space_of], window.lengths[:, 0]) * 2.0**64
         assert (window.names[window.trace.ids] <= kept).all()
-
-
-def test_what_was_packed_comes_out():
-    paths = [path[:at] for at, path in enumerate(random_paths(9, 9))]
-    prompts = sampled(paths, limit=2**63)
-    found = SampledPrompts.unpack(prompts.pack())
-    assert (found.limit, found.num_blocks) == (prompts.limit, prompts.num_blocks)
-    for name in ("ages", "lengths", "keys"):
-        assert getattr(found, name).tolist() == getattr(prompts, name).tolist()
 
 
 @given(st.binary(max_size=200))
