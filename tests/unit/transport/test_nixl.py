@@ -1,18 +1,85 @@
+"""NIXL between two processes, over TCP: what each transport must do, and what only it does."""
+
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvray.errors import TransferError, TransferTimeout
-from kvray.transport.nixl import choose_wires, rdma_drivers
+from kvray.transport.nixl import NixlTransport, choose_wires, rdma_drivers
+from kvray.transport.transport import Array
 from tests import conformance
-from tests.conformance import MEMORY_BYTES, TRANSPORT_BEHAVIOURS, check_transport
-from tests.unit.transport.conftest import NixlCouple
+from tests.conformance import MEMORY_BYTES, TRANSPORT_BEHAVIOURS, check_transport, pattern
+from tests.far import Far
+
+# Before the first agent of this process, which reads it; both processes are on one machine.
+os.environ.setdefault("UCX_TLS", "tcp")
 
 ROOT = Path(__file__).parents[3]
+MARGIN_S = 1.0
+
+
+class NixlSource:
+    """The far process: sends from a memory of known content."""
+
+    def __init__(self) -> None:
+        self._transport = NixlTransport(pattern())
+
+    def address(self) -> bytes:
+        return self._transport.address
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def send(
+        self, address: bytes, sources: Array, targets: Array, sizes: Array, timeout_s: float
+    ) -> Any:
+        return self._transport.send(address, sources, targets, sizes, timeout_s=timeout_s)
+
+
+class NixlCouple:
+    """See `tests.conformance.Couple`."""
+
+    def __init__(self, far: Far) -> None:
+        self.memory = np.zeros(MEMORY_BYTES, dtype=np.uint8)
+        self.target = NixlTransport(self.memory)
+        self.far = far
+        self.pid, self.kill = far.process.pid, far.kill
+
+    def send(self, *what: Any, timeout_s: float) -> Any:
+        return self.far.call("send", *what, timeout_s, timeout_s=timeout_s + MARGIN_S)
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[Far]:
+    """The far process: to start one takes a second of CPU."""
+    far = Far("tests.unit.transport.test_nixl:NixlSource")
+    yield far
+    far.kill()
+
+
+@pytest.fixture
+def couple(source: Far) -> Iterator[NixlCouple]:
+    """A couple with the far process of all tests, which goes on as it is."""
+    made = NixlCouple(source)
+    yield made
+    made.target.close()
+
+
+@pytest.fixture
+def fragile() -> Iterator[NixlCouple]:
+    """A couple with a far process of its own, which may be stopped or killed."""
+    made = NixlCouple(Far("tests.unit.transport.test_nixl:NixlSource"))
+    yield made
+    made.target.close()
+    made.far.kill()
+
 
 WITHOUT = """
 import sys
@@ -33,11 +100,9 @@ print("closed")
 """
 
 
-def run_python(code: str, environ: "dict[str, str] | None") -> "subprocess.CompletedProcess[str]":
+def run_python(code: str, **options: Any) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
-    )
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, **options)
 
 
 STOPPING = (
@@ -61,7 +126,7 @@ def test_nixl_with_a_source_that_stops(behaviour, fragile):
     check_transport(behaviour, fragile)
 
 
-def test_push_to_a_frozen_target_ends_by_its_deadline(fragile: NixlCouple) -> None:
+def test_push_to_a_frozen_target_ends_by_its_deadline(fragile):
     # The other way round: the far process is the target of this one's pushes.
     address = fragile.far.call("address", timeout_s=10)
     one = np.zeros(1, dtype=np.int64)
@@ -93,7 +158,7 @@ def test_agent_that_waits_uses_no_core(couple):
 
 
 def test_node_without_nixl_says_what_to_install():
-    done = run_python(WITHOUT, None)
+    done = run_python(WITHOUT)
     assert done.stdout.startswith("{} NIXL is not installed; run `pip install"), done.stderr
 
 
@@ -129,5 +194,5 @@ def test_process_that_made_an_agent_ends_cleanly() -> None:
     # It ended with SIGSEGV where Debian's libibverbs1 and ibverbs-providers are; `.ci/run` runs
     # this with and without them.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
-    done = run_python(AGENT, environ)
+    done = run_python(AGENT, env=environ)
     assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
