@@ -22,14 +22,6 @@ __all__ = ["sdk"]
 ABOUT = {"gen_ai.operation.name": "chat"}
 
 
-def test_without_an_sdk_nothing_is_made_and_nothing_crosses():
-    assert not spans.is_on()
-    with spans.request("ingress", {"traceparent": TRACEPARENT}, ABOUT) as request:
-        assert not request.is_recording()
-        with spans.span("route") as route:
-            assert not route.is_recording()
-
-
 def test_a_request_is_below_its_caller_and_what_it_does_below_the_request(sdk):
     assert spans.is_on()
     with spans.request("ingress", {"traceparent": TRACEPARENT}, ABOUT):
@@ -59,11 +51,7 @@ def test_a_malformed_traceparent_is_ignored(text):
         assert made.get_span_context().is_valid == spans.current().get_span_context().is_valid
 
 
-MALFORMED = ["", "00", TRACEPARENT[:-1], f"ff-{TRACE}-{CALLER}-01", "\x00" * 55]
-MALFORMED += [f"00-{'0' * 32}-{CALLER}-01", f"00-{TRACE}-{'0' * 16}-01"]
-
-
-@pytest.mark.parametrize("header", MALFORMED)
+@pytest.mark.parametrize("header", ["", TRACEPARENT[:-1], f"00-{TRACE}-{'0' * 16}-01"])
 def test_with_a_malformed_header_a_trace_begins_here(sdk, header):
     with spans.request("ingress", {"traceparent": header}, ABOUT):
         pass
