@@ -36,11 +36,14 @@ def test_a_request_is_below_its_caller_and_what_it_does_below_the_request(sdk):
     assert parent_of(sdk.one("lookup")) == id_of(route)
 
 
-def test_what_no_request_asked_for_is_in_no_trace(sdk):
+def test_what_no_request_asked_for_and_no_caller_samples_is_in_no_trace(sdk):
     with spans.span("lookup") as made:
         assert not made.is_recording()
     spans.past_span("load", "", 1.0, 2.0, {})
     spans.past_span("load", "nonsense", 1.0, 2.0, {})
+    with spans.request("ingress", {"traceparent": f"00-{TRACE}-{CALLER}-00"}, ABOUT):
+        with spans.span("route"):
+            assert spans.traceparent() == ""
     assert sdk.names() == []
     assert spans.traceparent() == ""
 
@@ -56,13 +59,6 @@ def test_with_a_malformed_header_a_trace_begins_here(sdk, header):
     with spans.request("ingress", {"traceparent": header}, ABOUT):
         pass
     assert parent_of(sdk.one("ingress")) == ""
-
-
-def test_a_request_that_its_caller_does_not_sample_is_not_told_of(sdk):
-    with spans.request("ingress", {"traceparent": f"00-{TRACE}-{CALLER}-00"}, ABOUT):
-        with spans.span("route"):
-            assert spans.traceparent() == ""
-    assert sdk.names() == []
 
 
 def test_a_span_of_the_callers_trace_that_is_nearer_is_the_parent(sdk):

@@ -19,15 +19,12 @@ def sampled(paths: list[Array], *, limit: int = LIMIT_MAX, answers: int = 0) -> 
         for keys, prompt in zip(kept, asked, strict=True)
         if len(keys)
     ]
+    names = ("num_lost", "num_own", "num_hit", "num_disk", "num_remote")
     return SampledPrompts(
         limit=limit,
-        num_lost=0,
         num_blocks=sum(map(len, asked)),
-        num_own=0,
-        num_hit=0,
-        num_disk=0,
-        num_remote=0,
         num_tokens=sum(map(len, asked)),
+        **dict.fromkeys(names, 0),
         ages=np.zeros(len(lengths), dtype="f4"),
         lengths=np.array(lengths, dtype=np.int64).reshape(-1, 3),
         keys=np.concatenate([np.zeros(0, "u8"), *kept]),
