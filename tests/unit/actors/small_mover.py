@@ -12,10 +12,9 @@ from kvray.config import StagingConfig
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, PartRequest
-from kvray.store.arena import payload
 from kvray.store.arena.layout import READY, RESERVED
 from tests.far import Far
-from tests.unit.store.small_arena import content, make_arena, spec
+from tests.unit.store.small_arena import fetch, make_arena, spec
 from tests.waiting import wait_for
 
 # Before the first agent of this process, which reads it; all nodes are on one machine.
@@ -63,16 +62,13 @@ class Node:
     def fetch(self, *spans: Span, deadline_s: float = DEADLINE_S) -> FetchReport:
         return self.mover.fetch(FetchOrder(spans=spans, deadline_s=deadline_s))
 
-    def count(self, state: int) -> int:
-        return int((self.arena.tables.slot_state == state).sum())
-
     @property
     def num_reserved(self) -> int:
-        return self.count(RESERVED)
+        return len(self.arena.tables.slots_in(RESERVED))
 
     @property
     def num_ready(self) -> int:
-        return self.count(READY)
+        return len(self.arena.tables.slots_in(READY))
 
     @property
     def num_leases(self) -> int:
@@ -90,8 +86,6 @@ class Node:
 
 
 MakeNode = Callable[..., Node]
-
-
 Call = Callable[..., Any]
 """Calls a method of a mover, which its first argument names."""
 
@@ -136,14 +130,6 @@ def is_right(arena: Arena, keys: list[BlockKey], *, part: int = 0, block_bytes: 
     held = arena.lease_for(keys, [[PartRequest(part)]])
     if held is None or held.num_blocks < len(keys):
         return False
-    slots = arena.leased_slots(held.leases[0])
-    same = all(
-        (
-            payload.slot_bytes(arena.tables, int(slot))[:block_bytes]
-            == content(key, part, block_bytes=block_bytes)
-        ).all()
-        for slot, key in zip(slots, keys, strict=True)
-    )
-    valid = payload.verify(arena.tables, slots).all()
+    right = fetch(arena, keys, held.leases[0], part=part, block_bytes=block_bytes)
     arena.release(*held.leases)
-    return bool(same and valid)
+    return right

@@ -1,4 +1,4 @@
-"""Orders to a mover over its socket: each gets its own answer, in time, or another way."""
+"""Orders to a mover over its socket, or by Ray: each gets its own answer, in time."""
 
 import asyncio
 import stat
@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from kvray.actors.mover import actor as actor_module
+from kvray.actors.mover.actor import RayMovers
 from kvray.actors.mover.fetch_socket import FetchServer, MoverCalls
 from kvray.errors import ShardUnavailable
 from kvray.wire import MOVER_SOCKET_FILE
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_for
 
 pytestmark = pytest.mark.anyio
 
@@ -56,15 +58,12 @@ async def calls(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
         writer.close()
 
 
-async def test_orders_of_the_own_mover_and_nothing_else_go_over_the_socket(mover, calls):
+async def test_orders_of_the_own_mover_and_nothing_else_go_over_the_socket(mover, calls, tmp_path):
+    assert stat.S_IMODE((tmp_path / MOVER_SOCKET_FILE).stat().st_mode) == 0o600
     assert await calls("fetch", b"an", b"order") == ("fetched", b"an", b"order")
     assert await calls("fetch", bytes(10**6)) == ("fetched", bytes(10**6))
     assert await calls("ping") == ("over Ray", "m", "ping")
     assert await calls("fetch", 1, actor="another") == ("over Ray", "another", "fetch", 1)
-
-
-def test_only_this_user_can_connect(mover, tmp_path):
-    assert stat.S_IMODE((tmp_path / MOVER_SOCKET_FILE).stat().st_mode) == 0o600
 
 
 async def test_as_many_orders_run_at_once_as_the_mover_takes(mover, calls):
@@ -104,3 +103,24 @@ async def test_a_mover_that_ends_meanwhile_or_has_a_defect_is_told(mover, calls)
         await waiting
     mover.may_answer.set()
     await closing
+
+
+def test_look_ups_by_ray_that_nobody_waits_for_any_more_are_not_made(monkeypatch):
+    searched: list[str] = []
+    has_head = threading.Event()
+
+    def get_actor(name: str) -> str:
+        searched.append(name)
+        assert has_head.wait(HANG_S)
+        return name
+
+    monkeypatch.setattr(actor_module, "get_actor", get_actor)
+    movers = RayMovers()
+    for _ in range(20):
+        with pytest.raises(ShardUnavailable, match="head"):
+            movers._found("a", 0.01)
+    has_head.set()
+    wait_for(movers._lookups._work_queue.empty)
+    assert movers._found("b", 30.0) == "b"
+    assert searched == ["a", "a", "b"], "each of its threads was in one"
+    movers._lookups.shutdown()

@@ -67,15 +67,6 @@ def test_links_of_nodes_beyond_those_that_get_handshakes_are_left_out_too(target
     assert {tuple(links.transports_for(name)) for name in names} == {("object_ref",)}
 
 
-def test_a_node_gets_a_handshake_before_anything_is_fetched(source, target, firewall):
-    target.mover.connect(["a"])
-    wait_for(lambda: firewall.pushed == [0])
-    status = target.mover.status()
-    assert (status["fetches"], status["bytes_fetched"], failing(target)) == (0, 0, [])
-    assert source.num_leases == 0
-    wait_for(lambda: len(source.mover._attached.read_leases) == 0)
-
-
 def test_what_fails_between_nodes_is_left_out_until_a_handshake_arrives(source, target, firewall):
     firewall.is_shut = True
     target.mover.connect(["a"])
@@ -99,10 +90,14 @@ def test_what_fails_between_nodes_is_left_out_until_a_handshake_arrives(source, 
     assert report.sources["a"].transport == "nixl"
 
 
-def test_requests_that_fail_count_too(source, target, firewall, monkeypatch):
+def test_after_a_handshake_requests_that_fail_count_too(source, target, firewall, monkeypatch):
     monkeypatch.setattr(module, "_SWEEP_S", 60.0)
     target.mover.connect(["a"])
     wait_for(lambda: firewall.pushed == [0])
+    status = target.mover.status()
+    assert (status["fetches"], status["bytes_fetched"], failing(target)) == (0, 0, [])
+    assert source.num_leases == 0
+    wait_for(lambda: len(source.mover._attached.read_leases) == 0)
     firewall.is_shut = True
     keys = chain(10)
     store(source.arena, keys)
@@ -159,10 +154,13 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     arena.close()
 
 
-def test_a_silent_node_gets_a_handshake_again_about_once_a_minute(scene):
+def test_a_node_gets_a_handshake_about_once_a_minute_and_when_an_end_was_renewed(scene):
+    for num_renewed in (1, 2):
+        scene.links.handshake()
+        scene.links.handshake()
+        assert scene.transports == [["first", "second"]] * num_renewed
+        scene.fenced["first"].incarnation += 1  # as `settle` does behind the fence
     scene.links.handshake()
-    scene.links.handshake()
-    assert scene.transports == [["first", "second"]]
     assert 5 <= scene.count_handshakes(600) <= 21
 
 
@@ -174,7 +172,7 @@ def test_who_does_not_answer_gets_fewer_and_fewer_handshakes_and_nothing_is_left
     assert scene.links.status() == []
 
 
-def test_failures_in_a_row_leave_a_transport_out(scene):
+def test_failures_in_a_row_leave_a_transport_out_unless_all_are(scene):
     scene.fail("first")
     scene.links.succeed("m", "first", 0)
     scene.fail("first")
@@ -187,6 +185,9 @@ def test_failures_in_a_row_leave_a_transport_out(scene):
     scene.now += 10
     scene.links.handshake()
     assert scene.transports == [["second"], ["first"]]
+    assert scene.links.transports_for("m") == ["first", "second"]
+    for transport in ("first", "second") * module.FAILURES_MAX:
+        scene.fail(transport)
     assert scene.links.transports_for("m") == ["first", "second"]
 
 
@@ -204,20 +205,6 @@ def test_handshakes_that_arrive_do_not_excuse_fetches_that_never_do(scene):
     scene.links.succeed("m", "first", scene.fenced["first"].incarnation)
     scene.fail("first")
     assert scene.links.transports_for("m") == ["first", "second"]
-
-
-def test_if_all_are_left_out_all_may_be_used(scene):
-    for transport in ("first", "second") * module.FAILURES_MAX:
-        scene.fail(transport)
-    assert scene.links.transports_for("m") == ["first", "second"]
-
-
-def test_an_end_that_was_renewed_is_made_known_at_once(scene):
-    scene.links.handshake()
-    scene.fenced["first"].incarnation += 1  # as `settle` does behind the fence
-    scene.links.handshake()
-    scene.links.handshake()
-    assert len(scene.transports) == 2
 
 
 def test_nodes_that_are_gone_are_forgotten(scene):
