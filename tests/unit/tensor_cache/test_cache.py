@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.unit.tensor_cache.kv import (
     METADATA,
     TOKENS,
     VLLM,
+    as_blob,
     assert_same,
     changed,
     cut,
@@ -38,33 +40,10 @@ from tests.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("shard")
 
-# -- round trips --------------------------------------------------------------------------------
 
-
-def test_tuples_and_blobs_come_out_and_belong_to_the_caller(stored):
-    as_tuple, ret_mask = stored.retrieve(TOKENS)
-    assert ret_mask.dtype == torch.bool
-    as_one, _ = stored.retrieve(TOKENS, return_tuple=False)
-    assert isinstance(as_tuple, tuple)
-    assert [len(layer) for layer in as_tuple] == [2, 2, 2]
-    assert isinstance(as_one, torch.Tensor)
-    assert_same(as_tuple, BLOB)
-    assert_same(as_one, BLOB)
-    as_one.zero_()
+def test_what_was_retrieved_belongs_to_the_caller(stored):
+    stored.retrieve(TOKENS, return_tuple=False)[0].zero_()
     assert_same(stored.retrieve(TOKENS)[0], BLOB)
-
-
-def test_a_cache_of_one_layout_answers_one_of_the_other(stored, make_cache):
-    assert_same(make_cache(layout="vllm").retrieve(TOKENS)[0], BLOB.transpose(2, 3).contiguous())
-
-
-def test_caches_of_other_metadata_do_not_share(stored, make_cache):
-    other = make_cache(salt="tenant")
-    assert other.lookup(TOKENS) == 0
-    assert other.retrieve(TOKENS)[0] == ()
-
-
-# -- masks, storing again, and in the background ------------------------------------------------
 
 
 def test_a_suffix_without_its_prefix_is_not_stored_and_says_so(cache, caplog):
@@ -73,12 +52,6 @@ def test_a_suffix_without_its_prefix_is_not_stored_and_says_so(cache, caplog):
         assert cache.store(TOKENS, random_blob(5 * BLOCK), mask) == 0
     assert cache.counters()["dropped_tokens"] == 2 * 5 * BLOCK
     assert [r.levelname for r in caplog.records if "not stored" in r.message] == ["WARNING"]
-
-
-@pytest.mark.parametrize("skip_existing", [True, False])
-def test_what_is_there_is_not_stored_again(stored, skip_existing):
-    assert stored.store(TOKENS, BLOB, skip_existing=skip_existing) == 0
-    assert stored.counters()["dropped_tokens"] == 0
 
 
 def test_a_store_in_the_background_keeps_no_hold_on_the_tensors(cache):
@@ -106,9 +79,6 @@ def test_a_background_that_is_full_drops_and_says_so(cache, monkeypatch, caplog)
     assert [r.levelname for r in caplog.records if "background" in r.message] == ["WARNING"]
 
 
-# -- bad input ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "sentence"),
     [
@@ -117,6 +87,7 @@ def test_a_background_that_is_full_drops_and_says_so(cache, monkeypatch, caplog)
         ((TOKENS, random_blob(23)), LayoutMismatch, "23 tokens .* 24"),
         ((TOKENS, BLOB, suffix_mask(24, BLOCK)), LayoutMismatch, "24 tokens where .* ask for 20"),
         ((TOKENS, random_blob(24, VLLM)), LayoutMismatch, "layout 'huggingface'"),
+        ((TOKENS, example_program.to_past(pairs(BLOB))), LayoutMismatch, "3 things; give a pair"),
     ],
 )
 def test_bad_input_gets_a_sentence_and_stores_nothing(cache, arguments, error, sentence):
@@ -125,12 +96,9 @@ def test_bad_input_gets_a_sentence_and_stores_nothing(cache, arguments, error, s
     assert cache.lookup(TOKENS) == 0
 
 
-def test_a_path_without_a_checkpoint_is_refused(make_cache):
+def test_a_path_has_a_checkpoint_and_another_one_does_not_share(make_cache, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no-such-model"):
         make_cache(model="/no-such-model")
-
-
-def test_checkpoints_at_one_path_do_not_share(make_cache, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     namespaces = []
     checkpoint = tmp_path / "model"
@@ -157,9 +125,6 @@ def test_arguments_of_another_kind_are_refused_in_a_sentence(given, metadata, wo
         TensorCache.get_or_create("one", given, metadata)
 
 
-# -- its life, and by instance id ---------------------------------------------------------------
-
-
 def test_close_twice_is_fine_and_use_after_it_is_refused(cache):
     with cache:
         assert cache.lookup(TOKENS) == 0
@@ -177,9 +142,7 @@ def shown(shard: Shard) -> dict[str, Any]:
     return ranks
 
 
-def test_the_shard_shows_each_cache_with_its_figures_also_when_it_has_closed(
-    stored, make_cache, shard
-):
+def test_the_shard_shows_the_figures_of_each_cache_also_a_closed_one(stored, make_cache, shard):
     second = make_cache(layout="vllm")
     second.retrieve([*TOKENS, 1])
     hit = {"requests": 1, "prompt_tokens": 25, "local_tokens": 0, "hit_tokens": 24}
@@ -198,24 +161,17 @@ def create(config: KVRayConfig) -> Iterator[Callable[..., TensorCache]]:
     TensorCache.destroy("two")
 
 
-Create = Callable[..., TensorCache]
-
-
-def test_an_id_names_one_cache_with_a_name_of_its_own(create):
+def test_an_id_names_one_cache_with_a_name_of_its_own_until_it_is_destroyed_or_closed(create):
     made = create("one")
     assert create("one", replace(METADATA)) is made
     assert TensorCache.get("one") is made
     second = create("two")
     assert second is not made
     assert [made._place[2], second._place[2]] == ["test", "test.2"]
-
-
-def test_a_destroyed_or_closed_cache_leaves_its_id_and_name_free(create):
-    made = create("one")
-    TensorCache.destroy("one")
+    for _ in range(2):
+        TensorCache.destroy("one")
     assert made.closed
     assert TensorCache.get("one") is None
-    TensorCache.destroy("one")
     again = create("one", changed(METADATA, revision="2"))
     assert again is not made
     assert again._place[2] == "test"
@@ -244,8 +200,6 @@ def test_threads_that_ask_at_once_get_one_cache(create):
         assert len(set(map(id, pool.map(ask, range(8))))) == 1
 
 
-# -- past_key_values of a model -----------------------------------------------------------------
-
 SMALL = LlamaConfig(
     vocab_size=256,
     hidden_size=32,
@@ -265,27 +219,16 @@ def test_a_model_goes_on_from_retrieved_blocks_as_from_its_own(config, monkeypat
     assert first.tokens == second.tokens
 
 
-def test_a_past_as_it_is_is_refused_with_the_fix(cache):
-    with pytest.raises(LayoutMismatch, match="holds 3 things; give a pair"):
-        cache.store(TOKENS, example_program.to_past(pairs(BLOB)))
-
-
 # -- random prompts that share prefixes: what is retrieved is what was stored -------------------
 
 
 def true_kv(tokens: list[int], metadata: TensorMetadata) -> torch.Tensor:
     """Return a stand-in for a model's KV: each token's depends on all tokens up to it."""
-    rows, state = [], 1
-    size = metadata.head_size * metadata.dtype.itemsize
-    shape = (metadata.num_layers, 2, metadata.num_kv_heads, size)
-    for token in tokens:
-        state = (state * 6364136223846793005 + token + 1442695040888963407) % 2**63
-        generator = torch.Generator().manual_seed(state)
-        rows.append(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator))
-    none = torch.empty((*shape[:-1], 0, shape[-1]), dtype=torch.uint8)
-    by_head = torch.stack(rows, dim=3) if rows else none
-    in_layout = by_head if metadata.layout == "huggingface" else by_head.transpose(2, 3)
-    return in_layout.contiguous().view(metadata.dtype)
+    seeds = [crc32(bytes(tokens[: at + 1])) for at in range(len(tokens))]
+    each = [as_blob(random_blob(1, metadata, seed=seed)) for seed in seeds]
+    none = as_blob(random_blob(0, metadata))
+    token_dim = 3 if metadata.layout == "huggingface" else 2
+    return torch.cat([none, *each], dim=token_dim).view(metadata.dtype)
 
 
 STORES = st.lists(
@@ -340,26 +283,20 @@ def tokens_of(blocks: list[int], num_more: int) -> list[int]:
     return [token for block in ends for token in block] + [0] * num_more
 
 
-def check_found(
-    cache: TensorCache,
-    tokens: list[int],
-    held: set[tuple[int, ...]],
-    first: int,
-    return_tuple: bool,
-) -> None:
+def check_found(cache, tokens, held, first, as_tuple) -> None:
     expected = 0
     while tuple(tokens[: expected + BLOCK]) in held and expected + BLOCK <= len(tokens):
         expected += BLOCK
     assert cache.lookup(tokens) == expected
-    kv, ret_mask = cache.retrieve(tokens, suffix_mask(len(tokens), first), return_tuple)
+    kv, ret_mask = cache.retrieve(tokens, suffix_mask(len(tokens), first), as_tuple)
+    assert ret_mask.dtype == torch.bool
     assert ret_mask.tolist() == [first <= at < expected for at in range(len(tokens))]
     if first < expected:
+        assert isinstance(kv, tuple if as_tuple else torch.Tensor)
         assert_same(kv, cut(true_kv(tokens, cache.metadata), first, expected, cache.metadata))
     else:
         assert kv == ()
 
-
-# -- the page of the Python API -----------------------------------------------------------------
 
 PAGE = (Path(__file__).parents[3] / "docs" / "python_api.md").read_text()
 

@@ -37,15 +37,12 @@ def test_both_layouts_and_pairs_give_equal_bytes():
     assert np.array_equal(packed(pairs(blob)), packed(blob))
 
 
-def test_blocks_with_gaps_between_them_are_packed_each_for_itself():
-    blob = random_blob(6 * BLOCK, METADATA)
-    assert np.array_equal(
-        packed(blob, blocks=(0, 2, 3, 5)), packed(blob, blocks=range(6))[[0, 2, 3, 5]]
-    )
-
-
-def test_no_blocks_pack_to_no_bytes():
-    assert packed(random_blob(3, METADATA), blocks=()).shape == (0, 3 * 2 * 2 * 4 * 8 * 4)
+def test_blocks_with_gaps_of_strided_and_differentiable_tensors_are_packed_each_for_itself():
+    wide = random_blob(12 * BLOCK, changed(METADATA, head_size=16)).requires_grad_()
+    strided, chosen = wide[..., ::2, ::2], [0, 2, 3, 5]
+    every = packed(strided.detach().contiguous(), blocks=range(6))
+    assert np.array_equal(packed(strided, blocks=chosen), every[chosen])
+    assert packed(strided, blocks=()).shape == (0, METADATA.block_bytes)
 
 
 @pytest.mark.parametrize("metadata", [METADATA, VLLM])
@@ -61,13 +58,6 @@ def test_unpacking_gives_back_every_bit(metadata, dtype):
     layout.unpack(packed(blob, metadata, [0]), heads, 0, metadata)
     layout.unpack(packed(blob, metadata, [1, 2]), heads, 1, metadata)
     assert_same(room, blob)
-
-
-def test_strided_and_differentiable_tensors_are_packed_as_they_are():
-    wide = random_blob(4 * BLOCK, changed(METADATA, head_size=16)).requires_grad_()
-    assert np.array_equal(
-        packed(wide[..., ::2, ::2]), packed(wide[..., ::2, ::2].detach().contiguous())
-    )
 
 
 @pytest.mark.parametrize(
@@ -154,18 +144,14 @@ def read(tokens: Any, mask: Any = None) -> MaskedPrompt:
 def test_full_blocks_have_keys_and_the_tail_has_none():
     for tokens in (TOKENS, torch.tensor(TOKENS)):
         assert read(tokens).keys == chain_keys(TOKENS, tokens_per_block=4, seed=SEED)
-    assert read(TOKENS).num_blocks == 2
+    assert (read(TOKENS).num_blocks, read([], []).num_blocks) == (2, 0)
 
 
 @pytest.mark.parametrize("kind", [torch.tensor, np.array, list])
 def test_a_mask_begins_at_its_first_true(kind):
     prompt = read(TOKENS, kind([False] * 4 + [True] * 6))
     assert (prompt.num_masked, prompt.first, prompt.num_blocks) == (4, 1, 1)
-
-
-def test_a_mask_that_leaves_out_all_full_blocks_and_an_empty_one_ask_for_none():
-    assert read(TOKENS, [False] * 8 + [True] * 2).num_blocks == 0
-    assert read([], []).num_blocks == 0
+    assert read(TOKENS, kind([False] * 8 + [True] * 2)).num_blocks == 0
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
-from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -21,7 +20,7 @@ from kvray.tensor_cache import TensorCache
 from kvray.tensor_cache import cache as cache_module
 from kvray.tensor_cache.cache import StoreQueue
 from tests.unit.node.conftest import in_a_fork
-from tests.unit.tensor_cache.conftest import MakeCache, start_shard
+from tests.unit.tensor_cache.conftest import start_shard
 from tests.unit.tensor_cache.kv import (
     BLOB,
     BLOCK,
@@ -69,13 +68,8 @@ def own_shards() -> Iterator[list[Shard]]:
         shard.stop(retire=True, timeout_s=10)
 
 
-# -- what the arena does not have -----------------------------------------------------------------
-
-
 @pytest.fixture
-def on_disk(
-    own_config: KVRayConfig, own_shards: list[Shard], make_cache: MakeCache, tmp_path: Path
-) -> KVRayConfig:
+def on_disk(own_config, own_shards, make_cache, tmp_path) -> KVRayConfig:
     """Settings, with patience, of a shard whose arena is empty, and which has BLOB on disk."""
     disk = {"dir": tmp_path, "capacity": 2**24, "segment": 2**20, "free_reserve": 1}
     config = own_config.model_copy(
@@ -92,7 +86,9 @@ def on_disk(
     return config
 
 
-def test_what_is_on_disk_is_found_and_counted_as_such(make_cache, on_disk):
+def test_what_is_on_disk_is_found_and_counted_however_slow(make_cache, on_disk, monkeypatch):
+    stage = create_autospec(StageCalls.stage, side_effect=StageCalls.stage)
+    monkeypatch.setattr(StageCalls, "stage", stage)
     cache = make_cache(on_disk)
     assert_finds(cache, [*TOKENS, 1], BLOB, 6)
     cache.retrieve(TOKENS)
@@ -103,15 +99,8 @@ def test_what_is_on_disk_is_found_and_counted_as_such(make_cache, on_disk):
         "hit_tokens_from_nvme": len(TOKENS),
         "hit_tokens_from_host": len(TOKENS),
     }
-
-
-def test_nothing_is_left_on_disk_for_being_slower_than_a_model_that_nobody_knows(
-    make_cache, on_disk, monkeypatch
-):
-    stage = create_autospec(StageCalls.stage, side_effect=StageCalls.stage)
-    monkeypatch.setattr(StageCalls, "stage", stage)
-    assert make_cache(on_disk).lookup(TOKENS) == len(TOKENS)
-    assert {call.kwargs["tokens_per_s"] for call in stage.call_args_list} == {0.0}
+    speeds = {call.kwargs["tokens_per_s"] for call in stage.call_args_list}
+    assert speeds == {0.0}, "nobody knows how fast the model is"
 
 
 def test_without_a_wait_only_prefetch_brings_what_is_on_disk(make_cache, on_disk):
@@ -134,12 +123,7 @@ def test_threads_that_want_blocks_from_disk_at_once_all_get_them(make_cache, on_
     assert found == [len(TOKENS)] * 16
 
 
-# -- away and back ------------------------------------------------------------------------------
-
-
-def test_without_a_tier_nothing_is_stored_or_found_and_it_says_so_once(
-    make_cache, own_config, caplog
-):
+def test_without_a_tier_nothing_is_stored_or_found_and_it_says_so(make_cache, own_config, caplog):
     cache = make_cache(own_config)
     for blocking in (True, False):
         assert cache.store(TOKENS, BLOB, blocking=blocking) == 0
@@ -155,9 +139,7 @@ def test_without_a_tier_nothing_is_stored_or_found_and_it_says_so_once(
     assert "no tier" in warning(caplog)
 
 
-def test_a_cache_joins_a_tier_that_comes_and_the_next_and_does_not_notice_a_restart(
-    make_cache, own_config, own_shards
-):
+def test_a_cache_joins_each_tier_that_comes_and_sees_no_restart(make_cache, own_config, own_shards):
     cache = make_cache(own_config)
     for _ in range(2):
         assert cache.store(TOKENS, BLOB) == 0
@@ -173,9 +155,7 @@ def test_a_cache_joins_a_tier_that_comes_and_the_next_and_does_not_notice_a_rest
 
 
 @pytest.mark.parametrize("call", ["read_valid", "write"])
-def test_an_arena_given_up_during_a_call_makes_a_miss_and_stores_nothing(
-    make_cache, own_config, own_shards, call, monkeypatch
-):
+def test_an_arena_that_retires_is_a_miss(make_cache, own_config, own_shards, call, monkeypatch):
     own_shards.append(start_shard(own_config))
     cache, copy = make_cache(own_config), getattr(Arena, call)
     assert cache.store(TOKENS, BLOB) == len(TOKENS)
@@ -202,28 +182,16 @@ def test_a_forked_child_of_a_cache_is_told_to_make_its_own(stored):
     assert stored.lookup(TOKENS) == len(TOKENS)
 
 
-def test_a_child_that_was_forked_while_a_cache_was_made_makes_its_own():
-    is_held, may_end = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with cache_module._making:
-            is_held.set()
-            may_end.wait(HANG_S)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    assert is_held.wait(HANG_S)
-    try:
-        assert in_a_fork(lambda: int(not cache_module._making.acquire(blocking=False))) == 0
-    finally:
-        may_end.set()
-        holder.join()
+def test_a_child_that_was_forked_while_another_thread_made_a_cache_makes_its_own():
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(cache_module._making.acquire).result()
+        try:
+            assert in_a_fork(lambda: int(not cache_module._making.acquire(blocking=False))) == 0
+        finally:
+            other.submit(cache_module._making.release).result()
 
 
-# -- full ---------------------------------------------------------------------------------------
-
-
-def test_a_full_arena_keeps_storing(cache, shard):
+def test_a_full_arena_keeps_storing_and_of_what_does_not_fit_the_beginning(cache, shard):
     for number in range(80):
         assert cache.store(prompt(number), blob(number)) == 6 * BLOCK
         assert_same(cache.retrieve(prompt(number))[0], blob(number))
@@ -232,6 +200,12 @@ def test_a_full_arena_keeps_storing(cache, shard):
         found = int(cache.retrieve(prompt(number))[1].sum())
         assert_finds(cache, prompt(number), blob(number), found // BLOCK)
     assert cache.lookup(prompt(0)) == 0
+    tokens, large = prompt(0, 300), blob(0, 300)
+    num_stored = cache.store(tokens, large)
+    assert 128 * BLOCK <= num_stored < len(tokens)
+    assert cache.counters()["dropped_tokens"] == len(tokens) - num_stored
+    kv, ret_mask = cache.retrieve(tokens)
+    assert_same(kv, cut(large, 0, int(ret_mask.sum())))
 
 
 def test_blocks_are_counted_for_the_namespace_of_their_cache(stored, make_cache, shard):
@@ -240,15 +214,6 @@ def test_blocks_are_counted_for_the_namespace_of_their_cache(stored, make_cache,
     held = {one["namespace"]: one["blocks"] for one in shard.status()["arena"]["namespaces"]}
     names = [cache.namespace.digest().hex()[:8] for cache in (stored, other)]
     assert held == {names[0]: 6, names[1]: 2}
-
-
-def test_of_a_prompt_that_does_not_fit_the_beginning_is_kept(cache):
-    tokens, large = prompt(0, 300), blob(0, 300)
-    num_stored = cache.store(tokens, large)
-    assert 128 * BLOCK <= num_stored < len(tokens)
-    assert cache.counters()["dropped_tokens"] == len(tokens) - num_stored
-    kv, ret_mask = cache.retrieve(tokens)
-    assert_same(kv, cut(large, 0, int(ret_mask.sum())))
 
 
 def test_a_block_that_fits_into_no_arena_is_not_stored_and_says_so_once(make_cache, shard, caplog):
@@ -269,9 +234,6 @@ def test_blocks_know_their_place_in_the_prompt(make_cache, shard, monkeypatch):
     assert sorted(arena.tables.slot_depth[ready].tolist()) == list(range(6))
 
 
-# -- damaged ------------------------------------------------------------------------------------
-
-
 def damage(cache: TensorCache, block: int) -> None:
     """Flip a bit in the stored block of that depth."""
     arena = cache._link.arena
@@ -284,9 +246,7 @@ def damage(cache: TensorCache, block: int) -> None:
 
 @pytest.mark.parametrize("block", [0, 3, 5])
 @pytest.mark.parametrize("step", [1, 2, 16])
-def test_a_damaged_block_makes_a_shorter_answer_and_is_replaced(
-    make_cache, shard, block, step, monkeypatch
-):
+def test_a_damaged_block_ends_the_run_and_is_replaced(make_cache, shard, block, step, monkeypatch):
     monkeypatch.setattr("kvray.tensor_cache.cache._STEP_BYTES", step * METADATA.block_bytes)
     cache = make_cache()
     cache.store(TOKENS, BLOB)
@@ -304,19 +264,15 @@ def test_storing_again_finds_and_replaces_what_is_damaged(stored, blocking):
     assert stored.store(TOKENS, BLOB) == 0
     stored.store(TOKENS, BLOB, skip_existing=False, blocking=blocking)
     assert stored.flush()
-    assert stored.counters()["stored_tokens"] == len(TOKENS) + 2 * BLOCK
+    counts = stored.counters()
+    assert (counts["stored_tokens"], counts["dropped_tokens"]) == (len(TOKENS) + 2 * BLOCK, 0)
     assert_same(stored.retrieve(TOKENS)[0], BLOB)
 
 
-# -- shared -------------------------------------------------------------------------------------
-
-
-def test_an_arena_that_others_keep_locked_is_a_miss(stored, monkeypatch):
-    monkeypatch.setattr(Arena, "lease", lambda *args, **kwargs: None)
-    assert stored.retrieve(TOKENS)[0] == ()
-
-
-def test_a_release_that_found_the_arena_locked_is_made_up_for(stored, shard, monkeypatch):
+def test_an_arena_that_others_keep_locked_is_a_miss_or_released_later(stored, shard, monkeypatch):
+    with monkeypatch.context() as locked:
+        locked.setattr(Arena, "lease", lambda *args, **kwargs: None)
+        assert stored.retrieve(TOKENS)[0] == ()
     release, refused = Arena.release, iter([True])
 
     def busy_once(arena: Arena, *args: Any, **kwargs: Any) -> bool:
@@ -374,10 +330,8 @@ def test_close_waits_for_a_call_that_is_under_way(cache, make_cache, monkeypatch
     assert make_cache().lookup(TOKENS) == len(TOKENS)
 
 
-# -- weights that are replaced --------------------------------------------------------------------
-
-
 def test_kv_of_one_version_of_the_weights_is_not_found_under_another(stored, make_cache, config):
+    assert make_cache(salt="tenant").lookup(TOKENS) == 0
     stored.set_weights_version("2")
     assert stored.lookup(TOKENS) == 0
     new = blob(2)
@@ -410,53 +364,42 @@ def gate() -> threading.Event:
 
 
 @pytest.fixture
-def queue(gate: threading.Event) -> Iterator[StoreQueue]:
-    made = StoreQueue(saves_max=2, bytes_max=100)
+def busy(gate: threading.Event) -> Iterator[StoreQueue]:
+    """A queue for 2 actions and 100 bytes; one of 60 is under way until the gate opens."""
+    made, started = StoreQueue(saves_max=2, bytes_max=100), threading.Event()
+    made.submit(60, lambda: (started.set(), gate.wait())[0])
+    assert started.wait(HANG_S)
     yield made
     gate.set()
     made.close(5)
 
 
-def occupy(queue: StoreQueue, gate: threading.Event) -> None:
-    """Have an action under way that waits for the gate."""
-    started = threading.Event()
-    queue.submit(0, lambda: (started.set(), gate.wait())[0])
-    assert started.wait(HANG_S)
-
-
-def test_actions_run_in_order_whatever_their_size_and_though_one_fails(queue):
+def test_actions_run_in_order_whatever_their_size_and_though_one_fails(busy, gate):
     done: list[int] = []
-    assert queue.submit(1, lambda: done.append(1 // 0))
-    assert queue.flush(5)
-    assert queue.submit(1, lambda: done.append(1))
-    assert queue.submit(1, lambda: done.append(2))
-    assert queue.flush(5)
-    assert queue.submit(10**9, lambda: done.append(3))
-    assert queue.flush(5)
-    assert done == [1, 2, 3]
-
-
-def test_too_many_actions_are_refused(queue, gate):
-    occupy(queue, gate)
-    assert [queue.submit(0, gate.wait) for _ in range(3)] == [True, True, False]
-
-
-def test_too_many_bytes_are_refused_until_there_is_room(queue, gate):
-    assert queue.submit(60, lambda: gate.wait() and None)
-    assert not queue.has_room(41)
-    assert not queue.submit(41, gate.wait)
-    assert not queue.flush(0.01)
     gate.set()
-    assert queue.flush(5)
-    assert queue.has_room(41)
+    assert busy.flush(5)
+    assert busy.submit(1, lambda: done.append(1 // 0))
+    assert busy.submit(1, lambda: done.append(1))
+    assert busy.flush(5)
+    assert busy.submit(10**9, lambda: done.append(2))
+    assert busy.flush(5)
+    assert done == [1, 2]
 
 
-def test_close_gives_up_what_it_has_no_time_for_and_takes_nothing_after_it(queue, gate):
-    occupy(queue, gate)
+def test_too_many_actions_or_bytes_are_refused_until_there_is_room(busy, gate):
+    assert not busy.has_room(41)
+    assert not busy.submit(41, gate.wait)
+    assert [busy.submit(0, gate.wait) for _ in range(3)] == [True, True, False]
+    assert not busy.flush(0.01)
+    gate.set()
+    assert busy.flush(5)
+    assert busy.has_room(41)
+
+
+def test_close_gives_up_what_it_has_no_time_for_and_takes_nothing_after_it(busy, gate):
     done: list[int] = []
-    queue.submit(1, lambda: done.append(1))
-    assert queue.close(0.01) == 1
+    busy.submit(1, lambda: done.append(1))
+    assert busy.close(0.01) == 1
     gate.set()
-    assert not queue.submit(1, lambda: None)
+    assert not busy.submit(1, lambda: None)
     assert done == []
-    assert StoreQueue(saves_max=2, bytes_max=100).close(5) == 0
