@@ -22,7 +22,6 @@ Block = tuple[BlockKey, int]
 """A key and its part."""
 
 Reopen = Callable[..., NvmeStore]
-"""See the fixture."""
 
 
 def spec(*, num_segments: int = 4, segment: int = SEGMENT, **more: Any) -> NvmeSpec:

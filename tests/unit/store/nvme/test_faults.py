@@ -16,7 +16,6 @@ from kvray.errors import CapacityError, TierError
 from kvray.store.arena.layout import Array
 from kvray.store.nvme import NvmeStore, writer
 from kvray.store.nvme import disk as disk_module
-from kvray.store.nvme import writer as writer_module
 from kvray.store.nvme.disk import Disk, DiskFile
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme.small_store import SEGMENT, SHAPE, Reopen, demote, present, promote, spec
@@ -131,7 +130,8 @@ def test_nothing_is_acknowledged_after_a_failed_sync(store, disk):
     assert promote(store, keys).all()
 
 
-def test_full_disk_ends_growth_but_not_service(reopen, caplog, disk):
+def test_full_disk_ends_growth_but_not_service(reopen, caplog, disk, monkeypatch):
+    monkeypatch.setattr(writer, "_RETRY_S", 0.0)
     store = reopen(spec(num_segments=8, free_reserve=10**6), disk=disk)
     old = chain(16, seed="old")
     demote(store, old)
@@ -145,13 +145,6 @@ def test_full_disk_ends_growth_but_not_service(reopen, caplog, disk):
     assert demote(store, new).all(), "from now on others are evicted"
     assert (present(store, old), store.stats().segments) == (11, 1)
     assert writer.num_closed(store.tables)
-
-
-def test_growth_goes_on_when_there_is_room_again(store, monkeypatch, disk):
-    monkeypatch.setattr(writer_module, "_RETRY_S", 0.0)
-    demote(store, chain(16))
-    disk.free = 0
-    assert not demote(store, chain(5, seed="none")).any()
     disk.free = None
     demote(store, chain(1, seed="one"))
     assert store.stats().segments_without_room == 0
@@ -159,18 +152,12 @@ def test_growth_goes_on_when_there_is_room_again(store, monkeypatch, disk):
     assert store.stats().segments == 3
 
 
-def test_half_made_files_are_removed(store, directory, disk):
+def test_half_made_files_are_removed_and_a_limit_on_their_size_is_no_room(store, directory, disk):
     disk.fails_writes = True
     with pytest.raises(TierError, match="write error"):
         demote(store, chain(3))
     assert not list(directory.glob("segment-*"))
     disk.fails_writes = False
-    assert demote(store, chain(3)).all()
-    store.close()
-
-
-def test_file_size_limit_is_no_room(reopen, directory):
-    store = reopen()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
     try:

@@ -7,9 +7,12 @@ import os
 import random
 import shutil
 import tempfile
+import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -18,10 +21,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvray.errors import CapacityError, ConfigError, LayoutMismatch, ShardUnavailable
 from kvray.store.arena import key_index, payload
+from kvray.store.arena.layout import Array
 from kvray.store.nvme import NvmeSpec
+from kvray.store.nvme.disk import Disk, DiskFile
 from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
-from tests.unit.store.nvme.power import RecordingDisk, after_kill, after_power_loss
 from tests.unit.store.nvme.small_store import (
     Block,
     arena_tables,
@@ -35,38 +39,18 @@ from tests.unit.store.nvme.small_store import (
     put_in_arena,
     spec,
 )
-from tests.unit.store.small_arena import SLOT, chain, conversations
+from tests.unit.store.small_arena import SLOT, chain
 
 
 @pytest.mark.parametrize(
     "block_bytes", [1, 511, 4095, 4096, 4097, 3 * 4096 + 17, 16 * SLOT - 1, 16 * SLOT]
 )
-def test_blocks_of_any_size_come_back(store, block_bytes):
+def test_blocks_of_any_size_come_back_and_each_counts_by_its_size(store, block_bytes):
     keys = chain(3)
+    demote(store, chain(5, seed="others"))
     assert demote(store, keys, block_bytes=block_bytes).all()
+    assert store.stats().block_bytes == 5 * SLOT + 3 * -(-block_bytes // SLOT) * SLOT
     assert promote(store, keys, block_bytes=block_bytes).all()
-
-
-def test_block_that_is_larger_than_a_segment_is_refused(store):
-    with pytest.raises(CapacityError, match="raise nvme"):
-        demote(store, chain(1), block_bytes=17 * SLOT)
-
-
-def test_another_size_takes_the_segments_that_nobody_uses(reopen):
-    store = reopen(spec(num_segments=8))
-    for prompt in conversations(150, seed=0):
-        demote(store, prompt)
-    for turn in range(60):
-        assert demote(store, chain(2, seed=f"large {turn}"), block_bytes=2 * SLOT).all()
-    assert set(store.tables.slab_block_bytes.tolist()) == {2 * SLOT}
-    check_invariants(store.tables)
-
-
-def test_bytes_are_counted_by_the_size_of_each_block(reopen):
-    store = reopen(spec(segment=256 * SLOT))
-    demote(store, chain(16), block_bytes=SLOT)
-    demote(store, chain(8, seed="large"), block_bytes=4 * SLOT)
-    assert store.stats().block_bytes == 16 * SLOT + 8 * 4 * SLOT
 
 
 @pytest.mark.parametrize(
@@ -82,7 +66,9 @@ def test_capacity_of_no_segment_is_refused(asked, said):
         asked.geometry()
 
 
-def test_slots_of_other_blocks_or_of_another_size_are_refused(store):
+def test_slots_of_other_blocks_or_of_another_size_and_blocks_too_large_are_refused(store):
+    with pytest.raises(CapacityError, match="raise nvme"):
+        demote(store, chain(1), block_bytes=17 * SLOT)
     keys, others = chain(2), chain(2, seed="other")
     arena = arena_tables()
     here = put_in_arena(arena, others)
@@ -150,6 +136,168 @@ def test_slot_that_is_read_is_not_evicted(store):
         assert (found >= 0).all()
     assert evict(store, 4) == 4
 
+
+# -- a disk that notes every write and sync, and what a death may have left of them ---------------
+
+SECTOR = 512
+IO_THREADS = 3
+"""Of the store: each may have a write under way."""
+
+Event = tuple[Any, ...]
+
+
+class RecordingDisk(Disk):
+    """Does what is asked for, and notes it in `log`.
+
+    A drive keeps what was synced. Of what was written since, any sectors may have arrived, in any
+    order, each of them whole; of names given or taken since the directory was synced, any.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[Event] = []
+        self._lock = threading.Lock()
+        self._num_files = 0
+        self._inodes: dict[str, int] = {}
+
+    def note(self, *event: Any) -> None:
+        with self._lock:
+            self.log.append(event)
+
+    def create(self, path: Path, size: int) -> DiskFile:
+        made = super().create(path, size)
+        assert isinstance(made, _RecordingFile)
+        self.note("create", made.inode, path.name, size)
+        return made
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.note("rename", source.name, target.name)
+        self._inodes[target.name] = self._inodes.pop(source.name)
+        super().rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        self.note("remove", path.name)
+        self._inodes.pop(path.name, None)
+        super().remove(path)
+
+    def sync_directory(self, directory: Path) -> None:
+        super().sync_directory(directory)
+        self.note("sync_directory")
+
+    def _open(self, path: Path, flags: int) -> DiskFile:
+        plain = super()._open(path, flags)
+        if flags & os.O_CREAT or path.name not in self._inodes:
+            self._num_files += 1
+            self._inodes[path.name] = self._num_files
+        inode = self._inodes[path.name]
+        if not flags & os.O_CREAT and not any(event[:2] == ("create", inode) for event in self.log):
+            content = path.read_bytes()  # it was there before this disk
+            self.note("create", inode, path.name, len(content))
+            self.note("write", inode, 0, content)
+            self.note("sync", inode)
+            self.note("sync_directory")
+        return _RecordingFile(plain, self, inode)
+
+
+class _RecordingFile(DiskFile):
+    def __init__(self, plain: DiskFile, disk: RecordingDisk, inode: int) -> None:
+        super().__init__(plain.path, plain._fd, disk)
+        self._recorder = disk
+        self.inode = inode
+
+    def write(self, buffers: Sequence[Array], offset: int) -> None:
+        # Before it is done: from here on any part of it may have arrived.
+        self._recorder.note("write", self.inode, offset, b"".join(one.tobytes() for one in buffers))
+        super().write(buffers, offset)
+
+    def sync(self) -> None:
+        super().sync()
+        self._recorder.note("sync", self.inode)
+
+
+@dataclass
+class _Inode:
+    size: int
+    durable: bytearray
+    is_synced: bool = False
+    pending: list[tuple[int, bytes]] = field(default_factory=list)
+
+
+def after_power_loss(log: Sequence[Event], chance: random.Random, directory: Path) -> None:
+    """Write to `directory` what a drive may hold if the power fails after the events of `log`."""
+    inodes: dict[int, _Inode] = {}
+    names: dict[str, int] = {}
+    changes: list[Event] = []
+    for event in log:
+        kind, *args = event
+        if kind == "create":
+            inode, _, size = args
+            inodes[inode] = _Inode(size, bytearray(size))
+            changes.append(event)
+        elif kind in ("rename", "remove"):
+            changes.append(event)
+        elif kind == "sync_directory":
+            for change in changes:
+                _apply(names, change)
+            changes.clear()
+        elif kind == "write":
+            inode, offset, written = args
+            inodes[inode].pending.append((offset, written))
+        elif kind == "sync":
+            one = inodes[args[0]]
+            for offset, written in one.pending:
+                one.durable[offset : offset + len(written)] = written
+            one.pending.clear()
+            one.is_synced = True
+    for change in changes:
+        if chance.random() < 0.5:
+            _apply(names, change)
+    share = chance.choice((0.0, 0.1, 0.5, 0.9, 1.0))
+    for name, inode in names.items():
+        (directory / name).write_bytes(_left_of(inodes[inode], chance, share))
+
+
+def after_kill(log: Sequence[Event], chance: random.Random, directory: Path) -> None:
+    """Write to `directory` what a process leaves that is killed after the events of `log`.
+
+    All that it has written arrives in the end, but of the writes that were under way any sectors.
+    """
+    done = list(log)
+    while done and done[-1][0] == "write" and len(log) - len(done) < IO_THREADS:
+        done.pop()
+    synced = [("sync", event[1]) for event in done if event[0] == "create"]
+    late = log[len(done) :]
+    after_power_loss([*done, *synced, ("sync_directory",), *late], chance, directory)
+
+
+def _apply(names: dict[str, int], change: Event) -> None:
+    kind, *args = change
+    if kind == "create":
+        names[args[1]] = args[0]
+    elif kind == "rename":
+        if args[0] in names:
+            names[args[1]] = names.pop(args[0])
+    else:
+        names.pop(args[0], None)
+
+
+def _left_of(inode: _Inode, chance: random.Random, share: float) -> bytes:
+    left = bytearray(inode.durable)
+    sectors = [
+        (offset + at, written[at : at + SECTOR])
+        for offset, written in inode.pending
+        for at in range(0, len(written), SECTOR)
+    ]
+    chance.shuffle(sectors)
+    for at, sector in sectors:
+        if chance.random() < share:
+            left[at : at + SECTOR] = sector
+    if not inode.is_synced and chance.random() < 0.5:
+        return bytes(left[: chance.randrange(inode.size)])
+    return bytes(left)
+
+
+# -- any sequence of operations and deaths, against a dict ----------------------------------------
 
 CHAINS = [chain(20, seed=str(number)) for number in range(4)]
 KINDS = [{"part": at, "block_bytes": (SLOT, 3 * SLOT - 1)[at % 2]} for at in range(4)]
