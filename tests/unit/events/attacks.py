@@ -62,14 +62,14 @@ def questions_without_end(peer: socket.socket, rng: random.Random, until: float)
         peer.recv(2**20)
 
 
-def a_subscription_that_nobody_reads(peer: socket.socket, rng: random.Random, until: float) -> None:
-    peer.sendall(GREETING + READY + frame(0, b"\x01"))
-    time.sleep(max(0.0, min(rng.uniform(0, 2), until - time.monotonic())))
+def silent(make: Callable[[random.Random], bytes]) -> Attack:
+    """Return what says what `make` gives, and then neither speaks nor reads."""
 
+    def attack(peer: socket.socket, rng: random.Random, until: float) -> None:
+        peer.sendall(make(rng))
+        time.sleep(max(0.0, min(rng.uniform(0, 2), until - time.monotonic())))
 
-def silence(peer: socket.socket, rng: random.Random, until: float) -> None:
-    peer.sendall(GREETING[: rng.randrange(65)])
-    time.sleep(max(0.0, min(rng.uniform(0, 1), until - time.monotonic())))
+    return attack
 
 
 def nonsense(peer: socket.socket, rng: random.Random, until: float) -> None:
@@ -87,8 +87,8 @@ ATTACKS: list[Attack] = [
     endless(lambda rng: question(rng.choice([0, 1, -1, 2**62])) * 50),  # it reads no answer
     endless(lambda rng: frame(4, b"\x04PING\x00\x01" + rng.randbytes(16)) * 50),
     questions_without_end,
-    a_subscription_that_nobody_reads,
-    silence,
+    silent(lambda _: GREETING + READY + frame(0, b"\x01")),  # a subscription
+    silent(lambda rng: GREETING[: rng.randrange(65)]),
     nonsense,
     lambda peer, rng, until: None,  # it hangs up
 ]

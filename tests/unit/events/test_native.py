@@ -187,8 +187,8 @@ def test_an_event_that_makes_no_sense_costs_itself(engine, bad):
     pack(Batch(at=0.0, events=engine.tell(bad)))  # what it means, if anything, can be sent
     engine.tell(stored([3], [9] * 4))
     assert engine.leading([*range(4)]) == engine.leading([9] * 4) == 1
-    assert engine.pool.num_blocks() == 2
-    assert engine.pool.num_gaps == 0
+    assert (engine.pool.num_blocks(), engine.pool.num_gaps) == (2, 0)
+    assert engine.tell(removed(2**64, 1)) == [BlockRemoved(block_hashes=[1], medium="GPU")]
 
 
 @pytest.mark.parametrize(
@@ -208,11 +208,6 @@ def test_what_is_no_event_is_counted(item):
     pool = NativePool(block_size=BLOCK)
     assert pool.take([item]) == []
     assert pool.num_unread == 1
-
-
-def test_a_removal_beside_a_hash_that_makes_no_sense_is_taken(engine):
-    engine.tell(stored([1], [*range(4)]))
-    assert engine.tell(removed(2**64, 1)) == [BlockRemoved(block_hashes=[1], medium="GPU")]
 
 
 def test_there_is_an_end_of_blocks(engine, monkeypatch):

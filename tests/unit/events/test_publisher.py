@@ -73,16 +73,15 @@ class Publisher:
         self._thread.join()
         self.publisher.close()
 
-    def store(self, *blocks: int) -> None:
+    def store(self, block: int) -> None:
         with self._lock:
-            self.held.blocks |= dict.fromkeys(blocks)
-            self.publisher.publish([stored(block) for block in blocks])
+            self.held.blocks[block] = None
+            self.publisher.publish([stored(block)])
 
-    def remove(self, *blocks: int) -> None:
+    def remove(self, block: int) -> None:
         with self._lock:
-            for block in blocks:
-                self.held.blocks.pop(block, None)
-            self.publisher.publish([BlockRemoved(block_hashes=blocks, medium="CPU")])
+            self.held.blocks.pop(block, None)
+            self.publisher.publish([BlockRemoved(block_hashes=[block], medium="CPU")])
 
     def _run(self) -> None:
         while not self._is_over.wait(0.002):
@@ -384,17 +383,13 @@ def test_who_has_hung_up_keeps_no_place_though_not_all_it_said_has_been_read(cro
     assert len(crowded.publisher._clients) == 2
 
 
-def test_clients_of_one_port_take_no_places_of_the_other(crowded):
+def test_clients_of_one_port_take_no_places_of_the_other_and_silent_ones_none_for_long(crowded):
     subscriber = crowded.join(says=SUBSCRIBED)
     for _ in range(9):
         crowded.join("replay")
-    assert crowded.is_there(subscriber)
-
-
-def test_who_never_says_what_it_is_is_hung_up_on(still):
-    peer = still.join(says=b"")
-    still.serve(1, step_s=20.0)
-    assert not still.is_there(peer)
+    silent = crowded.join(says=b"")
+    crowded.serve(1, step_s=20.0)
+    assert [*map(crowded.is_there, (subscriber, silent))] == [True, False]
 
 
 ASKS = frame(1, b"") + frame(0, bytes(8))

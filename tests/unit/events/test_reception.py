@@ -169,7 +169,7 @@ def test_batches_in_order_need_no_question_and_a_gap_is_filled_and_counted():
     assert (made.num_gaps, made.num_lost) == (1, 0)
 
 
-def test_what_the_log_no_longer_has_is_lost_and_said():
+def test_what_the_log_no_longer_has_is_lost_and_an_unreadable_batch_is_not_all_that_is_known():
     publisher, made = followed(log_max=2)
     made.live(*publisher.store(None, [1, 2]))
     for token in range(4):
@@ -179,9 +179,6 @@ def test_what_the_log_no_longer_has_is_lost_and_said():
     assert not made.content.is_whole
     assert made.content.digests < publisher.digests
     assert made.num_lost == 1
-
-
-def test_an_unreadable_batch_costs_the_wholeness_only():
     publisher, made = followed()
     made.live(*publisher.store(None, [1, 2]))
     publisher.number += 1
@@ -233,6 +230,7 @@ def test_a_publisher_that_answers_no_question_is_followed_all_the_same(failures)
 
 BLOCK = 4
 PROMPT = [*range(100, 116)]
+FIRST_TWO = [1, 2], PROMPT[:8]
 
 
 def stored(hashes: Sequence[int | bytes], tokens: Sequence[int], **more: Any) -> BlockStored:
@@ -252,9 +250,8 @@ def test_a_prompt_finds_its_leading_blocks_over_several_events():
     assert leading(made, PROMPT[:7]) == 1
     assert leading(made, [0, *PROMPT]) == 0
     assert made.block_sizes == {BLOCK}
-
-
-FIRST_TWO = [1, 2], PROMPT[:8]
+    salted = content(stored(*FIRST_TWO, extra_keys=[("salt",), None]))
+    assert [leading(salted, PROMPT, salt=one) for one in ("salt", "other")] == [2, 0]
 
 
 @pytest.mark.parametrize(
@@ -286,13 +283,7 @@ def test_a_block_counts_while_a_fast_medium_of_some_rank_has_it():
     assert leading(made, PROMPT) == 1
 
 
-def test_a_salted_prompt_finds_blocks_of_its_salt_only():
-    made = content(stored([1, 2], PROMPT[:8], extra_keys=[("salt",), None]))
-    assert leading(made, PROMPT, salt="salt") == 2
-    assert leading(made, PROMPT, salt="other") == 0
-
-
-def test_of_too_many_blocks_the_oldest_are_forgotten():
+def test_of_too_many_blocks_the_oldest_are_forgotten_and_groups_without_end_not_kept():
     made = content(AllBlocksCleared(), blocks_max=50)
     for number in range(200):
         assert made.is_whole == (number <= 50)
@@ -301,6 +292,9 @@ def test_of_too_many_blocks_the_oldest_are_forgotten():
     assert len(made) == len(made.digests) == 50
     assert leading(made, [199, 0, 0, 0]) == 1
     assert leading(made, [149, 0, 0, 0]) == 0
+    made = content(AllBlocksCleared(), *(of_group(at, FULL, blocks=1) for at in range(1000)))
+    assert len(made) < 100
+    assert not made.is_whole
 
 
 FULL, WINDOW, STATE = "full_attention", "sliding_window", "mamba"
@@ -375,9 +369,3 @@ def test_a_prompt_is_there_as_far_as_every_full_group_has_it():
     assert held(made) == 24
     made.apply(Batch(at=0.0, events=[BlockRemoved(block_hashes=range(1003, 1010), group_idx=0)]))
     assert held(made) == 12
-
-
-def test_groups_without_end_are_not_kept():
-    made = content(AllBlocksCleared(), *(of_group(at, FULL, blocks=1) for at in range(1000)))
-    assert len(made) < 100
-    assert not made.is_whole
