@@ -5,14 +5,12 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from typing import Any
-from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.config import KVRayConfig
-from kvray.node import StageCalls
 from kvray.store import Arena
 from kvray.store.arena.layout import READY
 from kvray.store.arena.payload import slot_bytes
@@ -86,9 +84,7 @@ def on_disk(own_config, own_shards, make_cache, tmp_path) -> KVRayConfig:
     return config
 
 
-def test_what_is_on_disk_is_found_and_counted_however_slow(make_cache, on_disk, monkeypatch):
-    stage = create_autospec(StageCalls.stage, side_effect=StageCalls.stage)
-    monkeypatch.setattr(StageCalls, "stage", stage)
+def test_what_is_on_disk_is_found_and_counted_however_slow_it_is(make_cache, on_disk):
     cache = make_cache(on_disk)
     assert_finds(cache, [*TOKENS, 1], BLOB, 6)
     cache.retrieve(TOKENS)
@@ -99,8 +95,6 @@ def test_what_is_on_disk_is_found_and_counted_however_slow(make_cache, on_disk, 
         "hit_tokens_from_nvme": len(TOKENS),
         "hit_tokens_from_host": len(TOKENS),
     }
-    speeds = {call.kwargs["tokens_per_s"] for call in stage.call_args_list}
-    assert speeds == {0.0}, "nobody knows how fast the model is"
 
 
 def test_without_a_wait_only_prefetch_brings_what_is_on_disk(make_cache, on_disk):
