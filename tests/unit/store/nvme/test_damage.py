@@ -26,7 +26,6 @@ from tests.unit.store.nvme.small_store import (
     SHAPE,
     Reopen,
     demote,
-    open_store,
     present,
     promote,
     spec,
@@ -47,6 +46,7 @@ class Filled:
         demote(reopen(), KEYS)
         reopen().close()
         (self.path,) = directory.glob("segment-*")
+        self.image = self.path.read_bytes()
 
     def put(self, memory: bytes) -> None:
         """Let the one file have this content."""
@@ -68,16 +68,6 @@ def check_written_again(store: NvmeStore) -> None:
 @pytest.fixture
 def filled(directory: Path, reopen: Reopen) -> Filled:
     return Filled(directory, reopen)
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The bytes of a segment file with KEYS in it."""
-    directory = tmp_path_factory.mktemp("image")
-    store = open_store(directory)
-    demote(store, KEYS)
-    store.close()
-    return (directory / "segment-00000000").read_bytes()
 
 
 def segment_id_of(path: Path) -> int:
@@ -104,8 +94,8 @@ def rewrite(path: Path, row: int, **values: object) -> None:
     ),
     bit=st.integers(0, 7),
 )
-def test_a_flipped_bit_costs_one_block_or_the_file_and_serves_nothing_wrong(filled, image, at, bit):
-    filled.put(image)
+def test_a_flipped_bit_costs_one_block_or_the_file_and_serves_nothing_wrong(filled, at, bit):
+    filled.put(filled.image)
     filled.flip(at, bit)
     store = filled.reopen()
     valid = int(np.count_nonzero(promote(store, KEYS)))
@@ -194,23 +184,21 @@ def test_blocks_behind_the_end_of_a_truncated_file_are_skipped(filled):
     [(spec(cluster_name="other"), "cluster"), (spec(segment=2 * SEGMENT), "geometry")],
 )
 def test_a_file_of_another_tier_is_put_aside(filled, asked, reason):
-    before = filled.path.read_bytes()
     store = filled.reopen(asked)
     assert store.report.aside == (f"segment-00000000.{reason}",)
-    assert (filled.directory / f"segment-00000000.{reason}").read_bytes() == before
+    assert (filled.directory / f"segment-00000000.{reason}").read_bytes() == filled.image
     assert demote(store, chain(3, seed="new")).all()
     report = filled.reopen(asked).report
     assert (report.aside, report.blocks) == ((), 3)
 
 
 def test_copies_and_files_of_another_version_are_put_aside_each_under_its_own_name(filled):
-    image = filled.path.read_bytes()
     shutil.copy(filled.path, filled.directory / "segment-00000007")
     store = filled.reopen()
     assert store.report.aside == ("segment-00000007.copy",)
     assert promote(store, KEYS).all()
     for name in ("segment-00000000.version", "segment-00000000.version-2"):
-        filled.path.write_bytes(image)
+        filled.path.write_bytes(filled.image)
         filled.flip(8, bit=3)
         store = filled.reopen()
         assert store.report.aside == (name,)
@@ -296,8 +284,8 @@ def test_a_file_of_any_bytes_is_put_aside(filled, head, size):
 
 @settings(SEVERAL, max_examples=examples(60))
 @given(fields=HEADERS)
-def test_any_header_goes_or_is_used(filled, image, fields):
-    memory = bytearray(image)
+def test_any_header_goes_or_is_used(filled, fields):
+    memory = bytearray(filled.image)
     header = np.frombuffer(memory, HEADER, count=1)
     for name, value in fields.items():
         header[name] = value
@@ -314,8 +302,8 @@ def test_any_header_goes_or_is_used(filled, image, fields):
         max_size=SHAPE.num_slots,
     )
 )
-def test_records_of_any_figures_cost_blocks_and_serve_none_that_is_wrong(filled, image, changes):
-    filled.put(image)
+def test_records_of_any_figures_cost_blocks_and_serve_none_that_is_wrong(filled, changes):
+    filled.put(filled.image)
     table = table_of(filled.path)
     records = np.array(table)
     packed = key_index.pack_keys(KEYS)

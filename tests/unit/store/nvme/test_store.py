@@ -442,12 +442,8 @@ NvmeMachine.TestCase.settings = settings(max_examples=examples(120), stateful_st
 test_store_is_a_dict_that_forgets = NvmeMachine.TestCase
 
 
-@pytest.fixture
-def disk() -> RecordingDisk:
-    return RecordingDisk()
-
-
-def test_record_is_never_written_before_its_payload_is_durable(reopen, disk):
+def test_record_is_never_written_before_its_payload_is_durable(reopen):
+    disk = RecordingDisk()
     store = reopen(disk=disk)
     for number, keys in enumerate(CHAINS):
         demote(store, keys, **KINDS[number])
@@ -466,7 +462,8 @@ def test_record_is_never_written_before_its_payload_is_durable(reopen, disk):
     assert pending
 
 
-def test_file_that_gives_way_is_gone_for_good_before_another_has_its_name(reopen, disk):
+def test_file_that_gives_way_is_gone_for_good_before_another_has_its_name(reopen):
+    disk = RecordingDisk()
     store = reopen(spec(num_segments=1), disk=disk)
     for number, keys in enumerate(CHAINS):
         demote(store, keys[:3], **KINDS[number])

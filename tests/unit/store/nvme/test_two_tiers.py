@@ -68,14 +68,6 @@ def demoter_of(
     return Demoter(arena, below, high_watermark=high_watermark, budget=budget, retention=retention)
 
 
-def demoted(arena: Arena, below: NvmeStore, **options: Any) -> Demoter:
-    """Have all written that is to be written now."""
-    demoter = demoter_of(arena, below, **options)
-    while demoter.demote_ahead():
-        pass
-    return demoter
-
-
 def promote(arena: Arena, below: NvmeStore, keys: list[BlockKey]) -> int:
     promoter = Promoter(arena, below, lambda copies, slots: None)
     place: dict[str, Any] = {"parent": None, "depth": 0, "part": 0, "needs_parent": False}
@@ -107,7 +99,9 @@ def test_what_goes_next_is_written_above_the_watermark_with_ancestors_and_stays(
     assert demoter_of(arena, below).demote_ahead() == 0
     assert below.stats().written_bytes == 0
     store(arena, new)
-    demoter = demoted(arena, below)
+    demoter = demoter_of(arena, below)
+    while demoter.demote_ahead():
+        pass
     assert present(below, old) == 30, "28 blocks are above the watermark, with their trunk"
     assert present(below, new) == 0
     assert demoter.counts.demoted_blocks == 30
