@@ -22,7 +22,7 @@ from kvray.events.message import (
 )
 from kvray.events.zmtp import Wire, endpoint, parse_endpoint, prepare
 from tests.examples import examples
-from tests.unit.events.attacks import GREETING, frame
+from tests.unit.events.attacks import GREETING, READY, frame
 
 STORED = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None}
 HASHES = st.lists(st.integers(-(2**63), 2**64 - 1), max_size=4).map(tuple)
@@ -107,7 +107,6 @@ def test_a_sequence_number_has_a_frame_of_eight_bytes(number):
         unpack_sequence(frame[1:])
 
 
-READY = b"\x04\x06\x05READY"
 MAX = 1000
 PART_COST = 64
 

@@ -20,7 +20,6 @@ from tests.unit.store.sizing.prompts import SIZES, fed, paths_of, sampled
 BLOCKS = [100, 400, 1600]
 PATH = np.array([1, 2, 3], "u8")
 each_policy = pytest.mark.parametrize("policy", ["gittins", "lru"])
-each_excerpt = pytest.mark.parametrize("path", [CONVERSATION, SYNTHETIC, SESSIONS])
 
 
 @each_policy
@@ -37,7 +36,7 @@ def test_a_curve_of_all_prompts_is_the_full_replay(policy, nvme_blocks):
     assert found["error"] == [0.0] * len(BLOCKS)
 
 
-@each_excerpt
+@pytest.mark.parametrize("path", [CONVERSATION, SYNTHETIC, SESSIONS])
 @each_policy
 def test_a_curve_of_some_keys_is_near_the_full_replay(path, policy):
     trace, errors, said = excerpt(path), [], []
