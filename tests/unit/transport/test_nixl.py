@@ -126,11 +126,11 @@ def test_nixl_with_a_source_that_stops(behaviour, fragile):
 def test_push_to_a_frozen_target_ends_by_its_deadline(fragile):
     # The other way round: the far process is the target of this one's pushes.
     address = fragile.far.call("address", timeout_s=10)
-    one = np.zeros(1, dtype=np.int64)
+    one, many = (np.zeros(count, dtype=np.int64) for count in (1, 8))  # more than sockets hold
     fragile.target.send(address, one, one, one + 4096, timeout_s=10)
     fragile.far.freeze()
     with pytest.raises(TransferTimeout, match="did not end in time"):
-        fragile.target.send(address, one, one, one + MEMORY_BYTES, timeout_s=0.5)
+        fragile.target.send(address, many, many, many + MEMORY_BYTES, timeout_s=0.5)
     fragile.far.wake()
     fragile.target.send(address, one, one, one + 4096, timeout_s=10)
 
