@@ -63,7 +63,6 @@ class Publisher:
         return self.publish(AllBlocksCleared())
 
     def event(self, block: int) -> BlockStored:
-        """Return the event that stores a block."""
         tokens = self.blocks[block]
         before = (one for one, held in self.blocks.items() if held == tokens[:-BLOCK])
         return _stored([block], next(before, None), tokens[-BLOCK:])

@@ -78,7 +78,6 @@ def make_cache(config: KVRayConfig) -> Iterator[MakeCache]:
 
 @pytest.fixture
 def cache(shard: Shard, make_cache: MakeCache) -> TensorCache:
-    """A cache on a shard whose arena is empty."""
     return make_cache()
 
 

@@ -48,7 +48,6 @@ def pairs(blob: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
 def cut(
     blob: torch.Tensor, start: int, stop: int, metadata: TensorMetadata = METADATA
 ) -> torch.Tensor:
-    """Return some of the tokens of `blob`."""
     bits = blob.view(INTEGERS[blob.dtype.itemsize])
     cut = bits[:, :, :, start:stop] if metadata.layout == "huggingface" else bits[:, :, start:stop]
     return cut.contiguous().view(blob.dtype)

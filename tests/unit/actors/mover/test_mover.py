@@ -73,7 +73,7 @@ def test_over_a_slow_link_everything_comes(make_node, monkeypatch, block_bytes, 
 
 
 def hold(arena: Arena, seconds: float) -> None:
-    """Have another thread keep the arena's lock for some time."""
+    """Have another thread keep the arena's lock."""
     is_busy = threading.Event()
 
     def run() -> None:

@@ -117,7 +117,6 @@ class Scene:
     def __init__(self, arena: Arena) -> None:
         self.now = 100.0
         self.transports: list[list[str]] = []
-        """Those of each handshake."""
         self.is_gone = False
         memory = np.zeros(8, dtype=np.uint8)
         self.fenced = {
@@ -135,7 +134,6 @@ class Scene:
         return ReadLease(token=1, transport=next(iter(request.addresses)), groups=())
 
     def count_handshakes(self, seconds: float) -> int:
-        """Return how many there are in so many seconds."""
         before = len(self.transports)
         for _ in range(round(2 * seconds)):
             self.now += 0.5

@@ -88,16 +88,15 @@ def evict(store: NvmeStore, count: int) -> int:
     return len(store.evict(np.array(victims(store.tables, count), dtype=np.int64)))
 
 
-def blocks_of(store: NvmeStore, chosen: Array | None = None) -> set[Block]:
-    """Return the blocks in the chosen slots, or in all that are READY."""
+def blocks_of(store: NvmeStore) -> set[Block]:
+    """Return the blocks that are READY."""
     tables = store.tables
-    slots = np.flatnonzero(tables.slot_state == READY) if chosen is None else chosen
+    slots = tables.slots_in(READY)
     keys = [BlockKey(key.tobytes()) for key in tables.slot_key[slots]]
     return set(zip(keys, tables.slot_part[slots].tolist(), strict=True))
 
 
 def present(store: NvmeStore, keys: list[BlockKey], part: int = 0) -> int:
-    """Return how many of `keys` are here."""
     return int(np.count_nonzero(store.present(key_index.pack_keys(keys), part)))
 
 

@@ -23,8 +23,6 @@ from tests.unit.store.small_arena import SLOT, chain
 
 
 class FaultyDisk(Disk):
-    """Fails what it is told to fail."""
-
     def __init__(self) -> None:
         super().__init__()
         self.bad_reads: set[int] = set()
