@@ -10,7 +10,6 @@ from kvray.identity.block import BlockKey
 from kvray.store import ArenaOwner
 from kvray.store.arena import payload
 from kvray.store.arena.layout import READY
-from kvray.store.arena.tables import Array
 from kvray.transport.nixl import NixlTransport
 from tests.unit.actors.small_mover import MakeNode, Node, is_right, span
 from tests.unit.store.small_arena import chain, store
@@ -43,28 +42,18 @@ def keys(pusher: Node) -> list[BlockKey]:
     return made
 
 
-Begin = Callable[..., "Future[FetchReport]"]
-
-
 @pytest.fixture
-def begin(target: Node) -> Iterator[Begin]:
+def begin(target: Node) -> Iterator[Callable[..., "Future[FetchReport]"]]:
     """Begins a fetch of what the pusher has, and returns once slots of the target are reserved."""
     with ThreadPoolExecutor(1) as pool:
 
         def begin(keys: list[BlockKey], deadline_s: float) -> "Future[FetchReport]":
-            future = pool.submit(
-                target.fetch, span("a", keys, block_bytes=BLOCK), deadline_s=deadline_s
-            )
+            wanted = span("a", keys, block_bytes=BLOCK)
+            future = pool.submit(target.fetch, wanted, deadline_s=deadline_s)
             wait_for(lambda: target.num_reserved > 0 or future.done())
             return future
 
         yield begin
-
-
-def sums_of_ready(node: Node) -> tuple[Array, Array]:
-    """Return the READY slots and what their bytes sum up to now."""
-    ready = np.flatnonzero(node.arena.tables.slot_state == READY)
-    return ready, payload.sum_slots(node.arena.tables, ready)
 
 
 @pytest.mark.parametrize(("num_ready", "delay_s"), [(0, 0.0), (0, 0.01), (2, 0.0), (2, 0.005)])
@@ -87,12 +76,14 @@ def test_pusher_that_wakes_changes_no_ready_slot(pusher, target, keys, begin, nu
     # What was in doubt is free again, and all of it is given to others.
     others = chain(64 - target.num_ready, seed="others")
     store(target.arena, others, block_bytes=BLOCK)
-    ready, before = sums_of_ready(target)
-    assert len(ready) == 64
+    tables = target.arena.tables
+    before = payload.sum_slots(tables, tables.slots_in(READY))
+    assert len(before) == 64
     pusher.far.wake()
     time.sleep(1.0)
-    np.testing.assert_array_equal(sums_of_ready(target), (ready, before))
-    assert payload.verify(target.arena.tables, ready).all()
+    ready = tables.slots_in(READY)
+    np.testing.assert_array_equal(payload.sum_slots(tables, ready), before)
+    assert payload.verify(tables, ready).all()
 
 
 def test_blocks_come_again_from_a_pusher_that_woke(pusher, target, keys):
