@@ -1,6 +1,7 @@
 """Staging into a real arena from others: one fetch a block, deadlines, handover, and what fails."""
 
 import asyncio
+import contextlib
 import itertools
 import shutil
 import tempfile
@@ -120,53 +121,37 @@ async def test_what_cannot_come_makes_a_shorter_hit(nodes, stager, num_here, gon
     assert gone or not wait_s or nodes.calls == [], "nobody is called"
 
 
-async def test_a_prefix_longer_than_one_fetch_comes_in_several(nodes, stager, monkeypatch):
+async def test_a_prefix_longer_than_one_fetch_comes_in_several(full, stager, monkeypatch):
     monkeypatch.setattr("kvray.actors.staging.fetcher.FETCH_BLOCKS_MAX", 6)
-    store(nodes["b"].arena, KEYS)
     assert (await stage(stager)).num_blocks == 20
-    assert [order.spans[0].depth for order in nodes.orders] == [0, 6, 12, 18]
+    assert [order.spans[0].depth for order in full.orders] == [0, 6, 12, 18]
 
 
-@pytest.mark.parametrize("nodes", [80], indirect=True)
 async def test_what_costs_more_than_computing_it_is_left(nodes, stager):
     large = chain(300, seed="large")
     store(nodes["b"].arena, large)
     await stage(stager, large)  # 1.2 MB in 1 ms: the rate is known
     store(nodes["b"].arena, KEYS)
-    dear = prefix_of(KEYS, seconds_per_block=1e-9)
-    assert (await stager.stage(dear, until=later())).reason == "cheaper_to_recompute"
-    worth = prefix_of(KEYS, seconds_per_block=1.0)
-    assert (await stager.stage(worth, until=later())).num_blocks == 20
+    for seconds, reason in ((1e-9, "cheaper_to_recompute"), (1.0, "none")):
+        asked = prefix_of(KEYS, seconds_per_block=seconds)
+        assert (await stager.stage(asked, until=later())).reason == reason
 
 
 # -- one fetch a block ----------------------------------------------------------------------------
 
 
-async def test_two_requests_for_the_same_blocks_fetch_them_once(full, stager):
-    answers = await asyncio.gather(*(stage(stager) for _ in range(5)), stage(stager, KEYS[:10]))
-    assert [one.num_blocks for one in answers] == [20] * 5 + [10]
-    assert len(full.orders) == 1
-    assert stager.status()["joined"] == 5
-
-
-async def test_who_joins_need_not_wait_for_what_he_does_not_want(slow, stager):
+async def test_who_joins_a_fetch_waits_for_his_blocks_alone_and_gets_them_whoever_gives_up(
+    slow, stager
+):
     first = stage(stager)
     await move_five(slow)
     assert await stage(stager, KEYS[:5], wait_s=1.5) == Staged(num_blocks=5, reason="none")
-    assert not first.done()
-    slow.may_move.set()
-    assert (await first).num_blocks == 20
-
-
-async def test_a_stage_that_nobody_waits_for_does_not_end_a_fetch_others_joined(slow, stager):
-    first = stage(stager)
-    await slow.was_ordered.wait()
     second = stage(stager)
     await asyncio.sleep(0.01)
-    first.cancel()
+    assert first.cancel(), "it is under way"
     slow.may_move.set()
     assert (await second).num_blocks == 20
-    assert len(slow.orders) == 1
+    assert (len(slow.orders), stager.status()["joined"]) == (1, 2)
 
 
 # -- deadlines ------------------------------------------------------------------------------------
@@ -195,16 +180,15 @@ async def test_what_has_come_by_the_deadline_counts_and_is_told_with_its_source(
     assert staged.arrivals == ((20, "copy", "kvray-shard-b"),)
 
 
-async def test_a_stage_that_is_late_before_it_knows_holders_brings_blocks_anyhow(nodes, stager):
+async def test_a_stage_that_is_late_before_it_knows_holders_brings_blocks_anyhow(full, stager):
     async def slowly(*keys: bytes) -> list[Run]:
         await asyncio.sleep(0.1)
-        return nodes.locate(*keys)
+        return full.locate(*keys)
 
-    store(nodes["b"].arena, KEYS)
-    nodes.others["kvray-lookup.locate"] = slowly
+    full.others["kvray-lookup.locate"] = slowly
     assert await stage(stager, wait_s=0.02) == Staged(num_blocks=0, reason="too_slow")
-    await until(lambda: num_here(nodes["a"].arena, KEYS) == 20)
-    assert len(nodes.orders) == 1
+    await until(lambda: num_here(full["a"].arena, KEYS) == 20)
+    assert len(full.orders) == 1
 
 
 @pytest.mark.parametrize(
@@ -231,53 +215,50 @@ async def test_a_shard_with_too_many_stages_answers_at_once(nodes, stager, monke
 # -- handover -------------------------------------------------------------------------------------
 
 
-async def test_a_disk_that_hangs_leaves_places_for_what_others_have(nodes, monkeypatch):
+async def test_a_disk_that_hangs_leaves_places_for_what_others_have(full, monkeypatch):
     monkeypatch.setattr(stager_module, "_STAGES_MAX", 8)
     monkeypatch.setattr(stager_module, "_WAITING_MAX", 4)
-    store(nodes["b"].arena, KEYS)
     asked: list[FetchOrder] = []
 
-    async def promote(order: FetchOrder) -> FetchReport:
+    async def promote(order: FetchOrder) -> None:
         asked.append(order)
         await asyncio.Event().wait()
-        raise AssertionError
 
     def runs(keys: list[BlockKey], parts: list[int]) -> list[Run]:
         return [Run(stop=len(keys), holders={NVME: 1})] if keys[0] not in KEYS else []
 
     disk = SimpleNamespace(may_ask=lambda now: True, peer=Peer, runs=runs, promote=promote)
-    stager = nodes.stager()
-    stager._nvme = stager._fetcher._nvme = lambda: disk  # type: ignore[assignment, return-value]
-    stages = [stage(stager, chain(5, seed=str(one)), 3.0) for one in range(7)]
-    await asyncio.sleep(0.1)
-    staged = await stage(stager, wait_s=3.0)
-    assert (staged.num_blocks, staged.reason) == (20, "none")
-    assert len(asked) == 4
-    refused = [one.result().reason for one in stages if one.done()]
-    assert refused == ["too_slow"] * 3
-    for one in stages:
-        one.cancel()
-    await asyncio.wait(stages)
-    await stager.close()
+    async with contextlib.aclosing(full.stager()) as stager:
+        stager._nvme = stager._fetcher._nvme = lambda: disk  # type: ignore[assignment, return-value]
+        stages = [stage(stager, chain(5, seed=str(one)), 3.0) for one in range(7)]
+        await asyncio.sleep(0.1)
+        assert await stage(stager, wait_s=3.0) == Staged(num_blocks=20, reason="none")
+        assert len(asked) == 4
+        assert [one.result().reason for one in stages if one.done()] == ["too_slow"] * 3
+        for one in stages:
+            one.cancel()
+        await asyncio.wait(stages)
 
 
 async def test_what_was_staged_is_kept_until_the_handover_is_over(full, stager):
+    def flood(seed: str) -> int:
+        """Fill the arena; return how many blocks of KEYS have stayed."""
+        for number in range(8):
+            store(full["a"].arena, chain(30, seed=f"{seed} {number}"))
+        return num_here(full["a"].arena, KEYS)
+
     assert (await stage(stager)).num_blocks == 20
-    for number in range(8):
-        store(full["a"].arena, chain(30, seed=f"flood {number}"))
-    assert num_here(full["a"].arena, KEYS) == 20
+    assert flood("during") == 20
     stager.handovers.expire(time.monotonic() + SETTINGS.handover_s + 1)
     assert len(stager.handovers) == 0
-    for number in range(8):
-        store(full["a"].arena, chain(30, seed=f"more {number}"))
-    assert num_here(full["a"].arena, KEYS) == 0
+    assert flood("after") == 0
 
 
 async def test_of_too_many_handovers_the_oldest_ends(nodes, stager, monkeypatch):
-    monkeypatch.setattr("kvray.actors.staging.stager._HANDOVERS_MAX", 3)
+    monkeypatch.setattr(stager_module, "_HANDOVERS_MAX", 3)
     store(nodes["a"].arena, KEYS)
     for _ in range(5):
-        await stage(stager, wait_s=1)
+        await stage(stager)
     assert len(stager.handovers) == 3
 
 
@@ -461,25 +442,20 @@ async def test_a_large_stage_comes_in_pieces_and_brings_the_same(nodes, stager, 
 
 
 @pytest.mark.parametrize("nodes", [16], indirect=True)
-async def test_what_comes_during_a_long_look_is_not_fetched_again(nodes, stager, monkeypatch):
+async def test_what_comes_during_a_long_look_is_not_fetched_again(full, stager, monkeypatch):
     monkeypatch.setattr(stager_module, "_PIECE", 3)
-    present = Arena.present
-
-    store(nodes["b"].arena, KEYS)
-    looks = 0
+    present, looks = Arena.present, itertools.count(1)
 
     def late(arena: Arena, keys: Any, parts: Any) -> Any:
-        nonlocal looks
-        looks += 1
         found = present(arena, keys, parts)
-        if nodes.calls and looks > 7 and not present(arena, KEYS[:1], [0])[0][0]:
+        if next(looks) > 7 and full.calls and not present(arena, KEYS[:1], [0])[0][0]:
             store(arena, KEYS[:9])  # right after they were looked for
         return found
 
-    monkeypatch.setattr(Arena, "present", late)
-    assert (await stage(stager)).num_blocks == 20
-    monkeypatch.undo()
-    assert [span.depth for order in nodes.orders for span in order.spans] == [9]
+    with monkeypatch.context() as patch:
+        patch.setattr(Arena, "present", late)
+        assert (await stage(stager)).num_blocks == 20
+    assert [span.depth for order in full.orders for span in order.spans] == [9]
 
 
 async def test_what_a_disk_has_of_a_long_prompt_is_told_by_places_in_it(monkeypatch):
