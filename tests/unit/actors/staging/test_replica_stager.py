@@ -54,7 +54,7 @@ async def pair(nodes: Nodes) -> AsyncIterator[Pair]:
     for number, arena in enumerate(ranks):
         arena.join(f"rank {number}")
     leader, other = (
-        nodes.replica_stager(name, {rank: _reader(rank, ranks[rank])})
+        nodes.replica_stager(name, {rank: reader_of(rank, ranks[rank])})
         for rank, name in enumerate("ab")
     )
     yield Pair(nodes=nodes, leader=leader, other=other, ranks=ranks)
@@ -65,10 +65,10 @@ async def pair(nodes: Nodes) -> AsyncIterator[Pair]:
         arena.close()
 
 
-def _reader(rank: int, arena: Arena) -> Reader:
+def reader_of(rank: int, arena: Arena, *more: PartRequest) -> Reader:
     return Reader(
         namespace=replace(NAMESPACE, part_bytes=4096, num_parts=2),
-        part_requests=(PartRequest(rank),),
+        part_requests=(PartRequest(rank), *more),
         num_ranks=2,
         arena_id=arena.arena_id,
         member=arena.membership,
@@ -90,11 +90,10 @@ def store_both(pair: Pair, num_blocks: int = 20) -> None:
 
 async def test_both_nodes_stage_and_the_other_ranks_lease_is_in_its_own_name(pair):
     store_both(pair, 12)
-    num_blocks, reason, leases = await pair.stage()
-    assert (num_blocks, reason) == (12, "not_stored")
+    *found, leases = await pair.stage()
+    assert found == [12, "not_stored"]
     ((rank, (arena_id, *numbers)),) = leases.items()
-    lease_id, page, num_slots, check = numbers
-    lease = Lease(lease_id=lease_id, page=page, num_slots=num_slots, check=check)
+    lease = Lease(**dict(zip(("lease_id", "page", "num_slots", "check"), numbers, strict=True)))
     assert (rank, arena_id) == (1, pair.ranks[1].arena_id)
     assert fetch(pair.ranks[1], KEYS[:12], lease, part=1)
     assert pair.leased(1) == 12
@@ -102,16 +101,6 @@ async def test_both_nodes_stage_and_the_other_ranks_lease_is_in_its_own_name(pai
     assert not pair.ranks[1].tables.page_holder[lease.page]
     held = pair.ranks[0].lease_for(KEYS[:12], [[PartRequest(0)]])
     assert held.num_blocks == 12
-
-
-@pytest.mark.parametrize(("first", "second"), [(5, 9), (9, 5), (20, 0)])
-async def test_the_shortest_prefix_of_all_ranks_is_leased_exactly(pair, first, second):
-    store(pair.nodes["a"].arena, KEYS[:first], part=0)
-    store(pair.nodes["b"].arena, KEYS[:second], part=1)
-    num_blocks, reason, leases = await pair.stage()
-    assert (num_blocks, reason) == (min(first, second), "not_stored")
-    assert [one[3] for one in leases.values()] == [num_blocks] * bool(num_blocks)
-    assert pair.leased(1) == num_blocks
 
 
 async def test_a_frozen_shard_of_another_rank_answers_in_time_and_is_left_alone(pair):
@@ -138,30 +127,12 @@ async def test_blocks_of_ranks_elsewhere_count_once_they_are_checked_there(pair)
         assert (*found, leases[1][3]) == (*expected, expected[0])
 
 
-async def test_without_its_whole_window_no_prefix_counts(pair):
-    reader = replace(
-        _reader(1, pair.ranks[1]), part_requests=(PartRequest(1), PartRequest(2, window=4))
-    )
-    pair.nodes.replicas["kvray-shard-b"].register(1, "r", 1, reader)
-    for part in (1, 2):
-        store(pair.nodes["b"].arena, KEYS, part=part)
-    ask = "r", [1], 2.0, 0.0, 0, PACKED
-    assert (await pair.other.stage_here(*ask))["num_blocks"] == 20
-    flip_a_byte(pair.ranks[1], depth=18, part=2)
-    answer = await pair.other.stage_here(*ask)
-    assert answer == {"num_blocks": 0, "reason": "corrupt"}
-    assert (await pair.other.stage_here(*ask))["num_blocks"] == 18
-
-
 async def test_the_windows_of_the_shortest_prefix_are_checked(pair):
-    for rank, name in enumerate("ab"):
-        parts = (PartRequest(rank), PartRequest(2, window=4))
-        reader = replace(_reader(rank, pair.ranks[rank]), part_requests=parts)
+    for rank, (name, num_blocks) in enumerate((("a", 10), ("b", 20))):
+        reader = reader_of(rank, pair.ranks[rank], PartRequest(2, window=4))
         pair.nodes.replicas[f"kvray-shard-{name}"].register(1, "r", rank, reader)
-    for part in (0, 2):
-        store(pair.nodes["a"].arena, KEYS[:10], part=part)
-    for part in (1, 2):
-        store(pair.nodes["b"].arena, KEYS, part=part)
+        for part in (rank, 2):
+            store(pair.nodes[name].arena, KEYS[:num_blocks], part=part)
     flip_a_byte(pair.ranks[1], depth=8, part=2)  # far before the windows of all 20
     assert await pair.stage(verify_from=0) == (0, "corrupt", {})
     assert pair.leased(1) == 0
@@ -171,7 +142,7 @@ async def test_the_windows_of_the_shortest_prefix_are_checked(pair):
 
 
 def sums_wait(monkeypatch: pytest.MonkeyPatch, piece: int, wait: Callable[[int], object]) -> None:
-    """Check `piece` blocks at a time, each after `wait` of the first one's place."""
+    """Check `piece` blocks at a time, each piece after `wait` of its first block's place."""
     valid = Arena.valid
 
     def slowly(arena: Arena, *args: Any) -> Any:
@@ -199,38 +170,28 @@ async def test_a_check_that_hangs_holds_up_nobody(pair, monkeypatch):
     may_sum.set()
     await pair.other.close()
     assert not pair.nodes["b"].arena.stats()["leased_blocks"]
-    prefix = prefix_for(KEYS, [_reader(1, pair.ranks[1])], 0.0)
+    prefix = prefix_for(KEYS, [reader_of(1, pair.ranks[1])], 0.0)
     staged = Staged(num_blocks=20, reason="none")
     refused = await pair.other._verifier.valid(prefix, staged, 0, until=time.monotonic() + 1)
     assert refused.num_blocks == 0
 
 
 async def test_a_long_prompt_travels_in_pieces_that_ray_sends_with_the_call(pair):
-    keys = chain(5000)
-    seen: dict[str, int] = {}
+    keys, sent = chain(5000), dict[str, list[int]]()
 
-    def note(method: str, answer: Any) -> Callable[..., Any]:
+    def answer(method: str, said: Any) -> None:
         def take(*args: Any) -> Any:
-            pieces = [one for one in args if isinstance(one, bytes)]
-            assert all(len(piece) < 100 * 2**10 for piece in pieces)
-            seen[method] = sum(map(len, pieces))
-            return answer
+            sent[method] = [len(one) for one in args if isinstance(one, bytes)]
+            return said
 
-        return take
+        pair.nodes.others[f"kvray-shard-b.{method}"] = take
 
     store(pair.nodes["a"].arena, keys[:4], part=0)
-    staged = {"num_blocks": 5000, "reason": "none"}
-    pair.nodes.others["kvray-shard-b.stage_ranks"] = note("stage", staged)
-    pair.nodes.others["kvray-shard-b.lease_ranks"] = note("lease", {1: ["arena", 1, 0, 4]})
-    answer = await pair.leader.stage("r", 0, b"".join(keys), wait_s=2.0)
-    assert answer["num_blocks"] == 4
-    assert seen == {"stage": 5000 * 32, "lease": 4 * 32}
-
-
-async def test_a_rank_that_is_nowhere_makes_a_miss(pair):
-    store_both(pair)
-    pair.nodes.replicas["kvray-shard-b"].disconnect(1)
-    assert await pair.stage(0.5) == (0, "store_down", {})
+    answer("stage_ranks", {"num_blocks": 5000, "reason": "none"})
+    answer("lease_ranks", {1: ["arena", 1, 0, 4]})
+    assert (await pair.leader.stage("r", 0, b"".join(keys), wait_s=2.0))["num_blocks"] == 4
+    assert max(sent["stage_ranks"]) < 100 * 2**10
+    assert [sum(sent[method]) for method in ("stage_ranks", "lease_ranks")] == [160_000, 128]
 
 
 @pytest.mark.parametrize("has_died", [False, True], ids=["is lost", "was cut off by its death"])
@@ -277,17 +238,17 @@ async def test_a_prefetch_tells_what_it_has_brought_for_all_ranks(pair):
     found = await pair.leader.prefetch("r", 0, PACKED)
     assert found.pop("arrivals")
     assert found == {"num_blocks": 12, "num_staged": 8, "reason": "not_stored"}
-    present = pair.nodes["b"].arena.present(KEYS, [1])
-    assert present[0].sum() == 12
+    assert pair.nodes["b"].arena.present(KEYS, [1])[0].sum() == 12
     assert pair.leased(1) == 0
 
 
 async def test_who_has_not_registered_is_told_so_and_has_no_ranks_elsewhere(pair):
-    with pytest.raises(ConfigError, match="has not registered"):
-        await pair.leader.stage("unknown", 0, PACKED, wait_s=0.1)
-    with pytest.raises(ConfigError, match="has not registered"):
-        await pair.leader.prefetch("unknown", 0, PACKED)
+    for ask in (
+        pair.leader.stage("unknown", 0, PACKED, wait_s=0.1),
+        pair.leader.prefetch("unknown", 0, PACKED),
+    ):
+        with pytest.raises(ConfigError, match="has not registered"):
+            await ask
     with pytest.raises(ConfigError, match=r"Ranks \[0\]"):
         await pair.other.stage_here("r", [0, 1], 0.1, 0.0, None, PACKED)
-    assert pair.leader.has_ranks_elsewhere("r", 0)
-    assert not pair.leader.has_ranks_elsewhere("unknown", 0)
+    assert [pair.leader.has_ranks_elsewhere(one, 0) for one in ("r", "unknown")] == [True, False]
