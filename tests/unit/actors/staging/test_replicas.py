@@ -32,37 +32,29 @@ def replicas() -> Replicas:
 
 
 def test_another_layout_under_the_same_model_key_is_refused(replicas):
+    said = r"'llama-3@1'.*kv_dtype 'float8' here, 'bfloat16'"
     for layout in (OTHER_LAYOUT, replace(OTHER_LAYOUT, weights="3")):
-        with pytest.raises(
-            LayoutMismatch, match=r"'llama-3@1'.*kv_dtype 'float8' here, 'bfloat16'"
-        ):
+        with pytest.raises(LayoutMismatch, match=said):
             replicas.register(2, "two", 0, layout)
     assert len(replicas.status()) == 1
     replicas.disconnect(1)
     replicas.register(2, "two", 0, OTHER_LAYOUT)
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        pytest.param([("two", 0, NAMESPACE)], id="the same layout"),
-        pytest.param([("two", 0, replace(OTHER_LAYOUT, tp_layout="tp4"))], id="other parallelism"),
-        pytest.param([("one", 1, OTHER_LAYOUT)], id="another rank of one replica"),
-        pytest.param([("two", 0, replace(NAMESPACE, weights="2"))], id="other weights"),
-        pytest.param(
-            [
-                ("two", 0, replace(NAMESPACE, model="sha256:ab")),
-                ("three", 0, replace(OTHER_LAYOUT, model="sha256:ab")),
-            ],
-            id="fingerprinted models of one name",
-        ),
-    ],
-)
-def test_other_ranks_are_welcome_if_they_do_not_mean_other_bytes_by_a_key(replicas, ranks):
-    for connection, (replica, rank, namespace) in enumerate(ranks, 2):
-        replicas.register(connection, replica, rank, namespace)
-    shown = {(entry["replica"], entry["rank"]) for entry in replicas.status()}
-    assert shown == {("one", 0), *((replica, rank) for replica, rank, _ in ranks)}
+def test_other_ranks_are_welcome_if_they_do_not_mean_other_bytes_by_a_key(replicas):
+    others = {
+        "the same layout": NAMESPACE,
+        "other parallelism": replace(OTHER_LAYOUT, tp_layout="tp4"),
+        "other weights": replace(NAMESPACE, weights="2"),
+        "fingerprinted": replace(NAMESPACE, model="sha256:ab"),
+        "of that name": replace(OTHER_LAYOUT, model="sha256:ab"),
+    }
+    for connection, (replica, namespace) in enumerate(others.items(), 2):
+        replicas.register(connection, replica, 0, namespace)
+    assert replicas.connected() == [("one", 0), *((replica, 0) for replica in others)]
+    for connection in range(2, 7):
+        replicas.disconnect(connection)
+    replicas.register(2, "one", 1, OTHER_LAYOUT)
 
 
 def test_figures_are_taken_from_the_registered_connection_only(replicas):
@@ -132,37 +124,26 @@ def test_of_too_many_ranks_the_oldest_that_hung_up_goes(replicas, monkeypatch):
 
 
 def test_what_a_rank_says_of_its_reading_is_kept_while_it_is_here(replicas):
-    reader = read_reader(
-        NAMESPACE,
-        wanted=[[0, None], [3, 4]],
-        num_ranks=2,
-        holder=["arena", 5, 7],
-        adapters="rank 8",
-        served="Qwen3-8B",
-    )
-    replicas.register(2, "two", 1, reader)
+    said = {"num_ranks": 2, "adapters": "rank 8", "served": "Qwen3-8B"}
+    reader = read_reader(NAMESPACE, wanted=[[0, None], [3, 4]], holder=["arena", 5, 7], **said)
     assert reader == Reader(
         namespace=NAMESPACE,
         part_requests=(PartRequest(0), PartRequest(3, 4)),
-        num_ranks=2,
         arena_id="arena",
         member=Membership(5, 7),
-        adapters="rank 8",
-        served="Qwen3-8B",
+        **said,
     )
+    replicas.register(2, "two", 1, reader)
     assert replicas.readers("two", [0, 1]) == {1: reader}
     assert [*replicas.namespaces().values()] == [{**NAMESPACE.to_wire(), "served": "Qwen3-8B"}]
-    assert replicas.connected() == [("one", 0), ("two", 1)]
     replicas.disconnect(2)
     assert replicas.reader("two", 1) is None
     assert replicas.connected() == [("one", 0)]
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "rank", "ranks"), [(1, 3, [3]), (2, 0, [0, 1]), (2, 1, [0, 1])]
-)
-def test_a_rank_speaks_for_all_or_for_itself(num_ranks, rank, ranks):
-    assert Reader(namespace=NAMESPACE, num_ranks=num_ranks).ranks(rank) == ranks
+def test_a_rank_speaks_for_all_or_for_itself():
+    assert Reader(namespace=NAMESPACE).ranks(3) == [3]
+    assert Reader(namespace=NAMESPACE, num_ranks=2).ranks(1) == [0, 1]
 
 
 # -- ranks that have ended -------------------------------------------------------------------------
@@ -209,11 +190,16 @@ def test_of_hundreds_of_engines_that_come_and_go_few_are_listed_and_all_are_coun
     assert len(visitors.ended()["counters"]) == 256, "no more than a rank may have"
 
 
-def test_who_has_ended_lately_is_listed_and_explained_and_later_is_not(visitors):
-    visitors.visit("pod-1")
-    (entry,) = visitors.add_up_at(ENDED_S - 1)
+@pytest.mark.parametrize("says_so", [True, False])
+def test_who_has_ended_lately_is_listed_and_explained_and_later_is_not(visitors, says_so):
+    visitors.register(1, "pod-1", 0, NAMESPACE)
+    visitors.now = 5000.0
+    if says_so:
+        visitors.report(1, "pod-1", 0, {}, leaving=True)
+    visitors.disconnect(1)
+    (entry,) = visitors.add_up_at(5000.0 + ENDED_S - 1)
     assert visitors.namespace_of("pod-1", 0) == NAMESPACE
-    assert visitors.add_up_at(ENDED_S) == []
+    assert visitors.add_up_at(5000.0 + ENDED_S) == []
     assert visitors.namespace_of("pod-1", 0) is None
     assert visitors.ended()["ranks"] == 1
     told = {entry["namespace"]: {**NAMESPACE.to_wire(), "served": ""}}
@@ -225,13 +211,6 @@ def test_of_many_that_lose_their_connection_at_once_all_may_come_back(visitors):
         visitors.visit(f"engine-{number}")
     assert len(visitors.add_up_at(BACK_S - 1)) == 100
     assert len(visitors.add_up_at(BACK_S)) == ENDED_MAX
-
-
-def test_who_says_that_it_leaves_has_ended_then(visitors):
-    visitors.register(1, "a", 0, NAMESPACE)
-    visitors.now = 5000.0
-    visitors.report(1, "a", 0, {"requests": 1}, leaving=True)
-    assert len(visitors.add_up_at(5000.0)) == 1
 
 
 def test_the_namespaces_of_those_that_ended_are_bounded(visitors):
@@ -293,15 +272,17 @@ def test_of_two_orders_the_later_one_counts(replicas):
 
 def test_a_second_instance_of_a_name_goes_by_another_one_while_the_first_lives():
     replicas = Replicas()
-    assert replicas.register(1, "chat", 0, NAMESPACE, instance="aa11") == "chat"
-    assert replicas.register(2, "chat", 0, NAMESPACE, instance="bb22") == "chat-bb22"
-    assert replicas.register(1, "chat", 0, NAMESPACE, instance="cc33") == "chat-cc33"
-    assert replicas.register(2, "chat", 1, NAMESPACE, instance="bb22") == "chat", "another rank"
-    requests = {"chat": (1, 3), "chat-bb22": (2, 10), "chat-cc33": (1, 20)}
-    for name, (connection, count) in requests.items():
+
+    def register(connection: int, instance: str, rank: int = 0) -> str:
+        return replicas.register(connection, "chat", rank, NAMESPACE, instance=instance)
+
+    names = [register(1, "aa11"), register(2, "bb22"), register(1, "cc33")]
+    assert names == ["chat", "chat-bb22", "chat-cc33"]
+    assert register(2, "bb22", rank=1) == "chat", "another rank"
+    for name, connection, count in zip(names, (1, 2, 1), (3, 10, 20), strict=True):
         assert replicas.report(connection, name, 0, {"requests": count})
-    counted = {one["replica"]: one["counters"] for one in replicas.status() if one["rank"] == 0}
-    assert counted == {name: {"requests": count} for name, (_, count) in requests.items()}
+    counted = [one["counters"]["requests"] for one in replicas.status() if one["rank"] == 0]
+    assert counted == [3, 10, 20]
 
 
 def test_an_instance_that_connects_again_keeps_its_name_and_another_gets_it_later():
