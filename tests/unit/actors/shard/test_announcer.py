@@ -158,29 +158,6 @@ def test_what_leaves_memory_and_then_an_unseen_disk_is_announced_as_gone(tier, a
     below.close()
 
 
-def test_a_lookup_or_a_shard_that_restarts_brings_all_blocks_again(tier, arena):
-    keys = chain(6)
-    store(arena, keys)
-    tier.see(arena)
-    tier.restart()
-    tier.follow()
-    assert tier.matched(keys) == 6
-    tier.shard()
-    tier.see(arena)
-    assert tier.matched(keys) == 6
-    assert tier.sizes() == [(True, 6)] * 3
-
-
-def test_another_arena_is_listed_in_place_of_the_one_before(tier, arena):
-    gone, kept = chain(3, seed="gone"), chain(3, seed="kept")
-    store(arena, gone)
-    tier.see(arena)
-    with another_arena() as other:
-        store(other, kept)
-        tier.see(other)
-    assert (tier.matched(gone), tier.matched(kept)) == (0, 3)
-
-
 def test_all_parts_of_a_block_are_announced_but_for_an_absurd_one(tier, arena):
     absurd: dict[str, Any] = PLACE | {"part": 2**31 - 1}
     made = arena.reserve(chain(1, seed="absurd"), **absurd)
@@ -238,15 +215,6 @@ async def test_a_poll_waits_for_news_and_a_heartbeat_comes_without_any(tier, ann
     assert (beat.ranks, beat.namespaces, beat.is_leaving) == ((("r", 0),), (7,), True)
     assert beat.is_full
     assert len(beat.added_keys) == 2 * KEY_BYTES
-
-
-@pytest.mark.anyio
-async def test_a_greeting_is_answered_at_once_and_brings_no_block(tier, announcer, arena):
-    store(arena, chain(2))
-    tier.look(arena)
-    said = await announcer.delta(polled(None, most=0, num_shards=7, namespaces=(5,)), 60.0)
-    assert (said.cursor, said.added_keys, said.more) == (None, b"", True)
-    assert (announcer.num_shards, announcer.namespaces) == (7, {5})
 
 
 @pytest.mark.anyio
@@ -317,14 +285,17 @@ def test_a_block_whose_chain_is_not_known_is_found_and_removed_in_every_partitio
 
 @pytest.mark.anyio
 @two
-async def test_the_namespaces_of_all_shards_stay_known_while_a_partition_starts(
+async def test_a_greeting_is_answered_at_once_and_tells_of_others_but_no_block(
     tier, announcer, arena
 ):
+    store(arena, chain(2))
     tier.look(arena)
     for partition, namespaces in ((0, (5,)), (1, (5, 7)), (0, ())):
-        asked = polled(None, most=0, partition=partition, namespaces=namespaces)
-        await announcer.delta(asked, 60.0)
-    assert announcer.namespaces == {5, 7}
+        asked = polled(None, most=0, partition=partition, num_shards=7, namespaces=namespaces)
+        said = await announcer.delta(asked, 60.0)
+        assert (said.cursor, said.added_keys, said.more) == (None, b"", True)
+    assert announcer.num_shards == 7
+    assert announcer.namespaces == {5, 7}, "also while a partition starts"
 
 
 # -- partial blocks ------------------------------------------------------------------------------
