@@ -134,20 +134,6 @@ def has(keys: list[BlockKey], medium: str = "CPU") -> Callable[[KvSubscriber], b
     return lambda subscriber: set(subscriber.content[medium]) == hashes(keys)
 
 
-def test_a_block_is_published_with_its_tokens_and_its_parent(node):
-    node.start()
-    keys = node.join().prompt(5, 6, 7, tail=3)
-    sub = node.subscribe()
-    store(node.attach(), keys)
-    sub.read_until(has(keys))
-    first, second, third = (int.from_bytes(key[:8], "big") for key in keys)
-    assert sub.content["CPU"] == {
-        first: (None, (5,) * SIZE),
-        second: (first, (6,) * SIZE),
-        third: (second, (7,) * SIZE),
-    }
-
-
 def test_demoted_blocks_are_stored_on_disk_and_removed_from_memory(node):
     shard = node.start(nvme=nvme_for(node.directory.parent), free_target=0.5)
     engine = node.join()
@@ -204,14 +190,13 @@ def test_a_shard_that_starts_again_publishes_what_its_arena_has_without_new_prom
     shard, engine = node.start(events=events), node.join()
     keys, gone = engine.prompt(1, 2, 3), engine.prompt(9, 8)
     arena, sub, places = node.attach(), node.subscribe(), node.addresses()
-    store(arena, keys)
-    store(arena, gone)
+    for prompt in (keys, gone):
+        store(arena, prompt)
     sub.read_until(has([*keys, *gone]))
     shard.stop(retire=False, timeout_s=10)
     lease = arena.lease(keys)
 
-    again = node.start(events=events)
-    again.clear(timeout_s=10)  # `gone` goes, the rest is leased
+    node.start(events=events).clear(timeout_s=10)  # `gone` goes, the rest is leased
 
     assert node.addresses() == places
     sub.read_until(has(keys))
@@ -228,15 +213,17 @@ def leave_a_bad_row(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [overwrite, leave_a_bad_row])
-def test_a_damaged_file_is_made_again_and_tokens_are_told_again(node, monkeypatch, damage):
+def test_a_damaged_file_is_made_again_and_goes_with_the_arena(node, monkeypatch, damage):
     monkeypatch.setattr(publisher, "_AGAIN_S", 0.1)
     node.directory.mkdir()
     damage(node.directory / EVENTS_FILE)
-    node.start()
+    shard = node.start()
     node.check(node.join())
     files = [*node.directory.glob(f"{EVENTS_FILE}*")]
     assert len(files) == 3, "SQLite's companions are there while it is used"
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    shard.stop(retire=True, timeout_s=10)
+    assert not node.directory.exists()
 
 
 def test_tokens_that_are_forgotten_are_told_again_with_their_prompts(node, monkeypatch):
@@ -264,14 +251,12 @@ def test_each_connection_has_its_turn_and_a_bounded_speed():
     waiting = publisher._Waiting()
     loud = [told(publisher._TOLD_BYTES_PER_S) for _ in range(3)]
     quiet = [told(1), told(1)]
-    for one in loud:
-        waiting.add(1, one)
-    for one in quiet:
-        waiting.add(2, one)
-    assert [waiting.take(at) for at in (0.0, 0.0, 0.0, 0.5)] == [loud[0], quiet[0], None, quiet[1]]
-    assert [waiting.take(at) for at in (0.9, 1.1, 1.2, 2.2, 9.0)] == [
-        *(None, loud[1], None, loud[2], None)
-    ]
+    for connection, all_told in enumerate((loud, quiet)):
+        for one in all_told:
+            waiting.add(connection, one)
+    turns = [(0.0, loud[0]), (0.0, quiet[0]), (0.0, None), (0.5, quiet[1]), (0.9, None)]
+    turns += [(1.1, loud[1]), (1.2, None), (2.2, loud[2]), (9.0, None)]
+    assert [waiting.take(at) for at, _ in turns] == [one for _, one in turns]
     assert not waiting._told
     assert not waiting._sizes
 
@@ -298,26 +283,25 @@ def test_without_free_ports_the_shard_serves_and_says_so(node, monkeypatch):
     wait_for(lambda: "No two ports" in shard.status()["events"]["problem"])
 
 
-def test_nothing_of_the_events_is_left_when_the_arena_retires(node):
-    shard = node.start()
-    wait_for((node.directory / EVENTS_FILE).exists)
-    shard.stop(retire=True, timeout_s=10)
-    assert not node.directory.exists()
-
-
-def test_events_are_published_and_heard_by_both_kinds_of_addresses(node):
+def test_a_block_is_published_with_tokens_and_parent_at_both_kinds_of_addresses(node):
     node.start(events=settings("::"))
-    keys, places = node.join().prompt(1, 2), node.addresses()
+    keys, places = node.join().prompt(5, 6, 7, tail=3), node.addresses()
     sub = node.subscribe(*(place.replace("[::]", "127.0.0.1") for place in places))
     six, replay = (place.replace("[::]", "[::1]") for place in places)
     subscriber = node.stack.enter_context(contextlib.closing(Subscriber(blocks_max=100)))
     subscriber.follow({"a": Source(endpoint=six, replay_endpoint=replay)})
     store(node.attach(), keys)
     sub.read_until(has(keys))
+    first, second, third = (int.from_bytes(key[:8], "big") for key in keys)
+    assert sub.content["CPU"] == {
+        first: (None, (5,) * SIZE),
+        second: (first, (6,) * SIZE),
+        third: (second, (7,) * SIZE),
+    }
 
     def is_heard() -> bool:
         content = subscriber.content("a")
-        return content is not None and len(content) == 2 and content.is_whole
+        return content is not None and len(content) == 3 and content.is_whole
 
     wait_for(is_heard)
 
@@ -368,10 +352,9 @@ def test_only_the_connection_of_a_rank_tells_its_tokens(node):
 def test_of_too_many_namespaces_the_first_are_published(node, monkeypatch):
     monkeypatch.setattr(publisher, "_NAMESPACES_MAX", 2)
     shard, engine = node.start(), node.join()
-    node.addresses()
-    node.join("s", replace(MINE, model="key:s"))
-    node.addresses("s")
-    node.join("t", replace(MINE, model="key:t"))
+    for before, replica in ("rs", "st"):
+        node.addresses(before)
+        node.join(replica, replace(MINE, model=f"key:{replica}"))
     wait_for(lambda: "Only 2 of 3 namespaces" in shard.status()["events"]["problem"])
     keys, sub = engine.prompt(1, 2), node.subscribe()
     store(node.attach(), keys)
