@@ -28,6 +28,7 @@ __all__ = ["sdk"]
 hurried = pytest.mark.parametrize("tier", [{"staging": HURRIED}], indirect=True)
 KEYS = chain(12)
 SIZE = NAMESPACE.tokens_per_block
+PROMPT = np.arange(5 * SIZE + 1, dtype="<i4")
 
 
 def keys_of(tokens: np.ndarray, salt: str | None = None) -> list[BlockKey]:
@@ -60,13 +61,6 @@ def test_what_the_other_node_has_on_disk_only_is_known_and_comes_too(tier):
     assert tier.b.status()["nvme"]["promoted_blocks"] == 33
 
 
-def test_handovers_end_by_themselves(tier):
-    store(tier.arena("a"), KEYS)
-    assert tier.stage(KEYS)["num_blocks"] == 12
-    assert tier.a.status()["staging"]["handovers"] == 1
-    wait_for(lambda: tier.a.status()["staging"]["handovers"] == 0, "the end of the handover")
-
-
 def test_a_profile_says_how_a_replica_reads_and_how_fast_its_node_gets_blocks(tier):
     of_a = tier.a.requests.profile("r")
     assert of_a == Profile(
@@ -96,28 +90,14 @@ def test_a_shard_says_what_it_has_on_its_disk_only(tier):
 
 
 def test_a_prefetch_brings_a_prompt_before_its_engine_sees_it(tier):
-    tokens = np.arange(SIZE * 5 + 1, dtype="<i4")
-    tier.store_far(keys_of(tokens, salt="tenant"))
+    tier.store_far(keys_of(PROMPT, salt="tenant"))
     whole = {"num_tokens": 160, "num_blocks": 5, "reason": "none"}
     for staged, source in ((160, "remote"), (0, "host")):
-        found = tier.a.requests.prefetch("r", tokens.tobytes(), salt="tenant")
+        found = tier.a.requests.prefetch("r", PROMPT.tobytes(), salt="tenant")
         assert found == whole | {"staged_tokens": staged, "sources": [[160, source]]}
-    assert tier.a.requests.prefetch("r", tokens[:1].tobytes())["num_blocks"] == 0
+    assert tier.a.requests.prefetch("r", PROMPT[:1].tobytes())["num_blocks"] == 0
     with pytest.raises(ConfigError, match="No rank of 'unknown'"):
-        tier.a.requests.prefetch("unknown", tokens.tobytes())
-
-
-def test_a_shard_stages_and_leases_for_a_leader_elsewhere(tier):
-    arena, packed = tier.arena("a"), b"".join(KEYS)
-    holder = [arena.arena_id, *arena.membership]
-    parts = {"wanted": [[0, None]], "num_ranks": 2, "holder": holder}
-    tier.ask("register", namespace=MINE.to_wire(), **parts)
-    tier.store_far(KEYS)
-    staged = tier.a.requests.stage_ranks("", "r", [0], 30.0, 0.0, None, packed)
-    assert staged == {"num_blocks": 12, "reason": "none"}
-    assert tier.a.requests.lease_ranks("r", [0], "token", packed)[0][0] == arena.arena_id
-    tier.a.requests.release_ranks("token")
-    assert tier.a.requests.lease_ranks("r", [0], "token", packed) == {}
+        tier.a.requests.prefetch("unknown", PROMPT.tobytes())
 
 
 def test_a_shard_that_ends_meanwhile_answers_nobody_for_ever(tier):
@@ -137,8 +117,6 @@ def test_a_shard_that_ends_meanwhile_answers_nobody_for_ever(tier):
 
 # -- what is told of a traced prompt: where a shard looked, and what brought it -------------------
 
-PROMPT = np.arange(5 * SIZE + 1, dtype="<i4")
-
 
 @pytest.fixture
 def far_prompt(tier: Tier) -> Tier:
@@ -147,7 +125,10 @@ def far_prompt(tier: Tier) -> Tier:
     return tier
 
 
-def test_a_prefetch_tells_where_it_looked_and_what_it_brought(sdk, far_prompt):
+def test_a_traced_prefetch_tells_where_it_looked_and_what_it_brought(sdk, far_prompt):
+    far_prompt.stage(keys_of(PROMPT[:SIZE]))
+    far_prompt.a.requests.prefetch("r", PROMPT[: 2 * SIZE].tobytes())
+    assert sdk.names() == [], "nobody has asked for a trace"
     with spans.under(TRACEPARENT):
         far_prompt.a.requests.prefetch("r", PROMPT.tobytes())
     wait_for(lambda: sdk.names() == ["fetch", "lookup"], "the ends of both spans")
@@ -160,16 +141,10 @@ def test_a_prefetch_tells_where_it_looked_and_what_it_brought(sdk, far_prompt):
         "kvray.source": "kvray-shard-b",
         "kvray.tier": "host",
         "kvray.transport": "copy",
-        "kvray.blocks": 5,
-        "kvray.bytes": 5 * MINE.part_bytes,
+        "kvray.blocks": 3,
+        "kvray.bytes": 3 * MINE.part_bytes,
     }
     assert lookup.end_time <= fetch.start_time <= fetch.end_time
-
-
-def test_prompts_without_a_trace_make_no_span(sdk, far_prompt):
-    far_prompt.stage(keys_of(PROMPT))
-    far_prompt.a.requests.prefetch("r", PROMPT.tobytes())
-    assert sdk.names() == []
 
 
 @hurried
