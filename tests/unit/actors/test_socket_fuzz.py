@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from kvray import wire
 from kvray.actors.shard.engine_requests import EngineRequests
 from kvray.actors.shard.shard import Shard
-from kvray.errors import KVRayError
+from kvray.errors import ConfigError, KVRayError
 from kvray.node.stage_calls import ShardSocket
 from kvray.store import Arena
 from kvray.trace.request_note import NOTES_MAX, RequestNote, pack
@@ -145,6 +145,33 @@ def test_each_request_that_there_is_is_tried_and_is_right_where_nothing_is_chang
     assert GOOD.keys() == EngineRequests.handlers(EngineRequests.__new__(EngineRequests)).keys()
     for op, fields in GOOD.items():
         assert said(engine, {"op": op, **fields}) == "", op
+
+
+BAD: dict[str, list[dict[str, Any]]] = {
+    "nonsense": [{}],
+    "x" * 100_000: [{}],
+    "hello": [{"extra": 1}, {"connection": 1}],
+    "register": [
+        {"replica": ["x"]},
+        *({"replica": "x", "namespace": one} for one in (5, NAMESPACE.to_wire() | {"model": 5})),
+    ],
+    "stage": [
+        *({"keys": keys} for keys in (b"", bytes(33))),
+        *({"wait_s": wait_s} for wait_s in ("soon", -1)),
+        {"replica": "none"},
+    ],
+    "report": [{"counters": "ab"}],
+}
+
+
+def test_unknown_requests_and_wrong_fields_are_refused(engine, shard):
+    assert said(engine, {"op": "register", **GOOD["register"]}) == ""
+    for op, wrong in [(op, one) for op, some in BAD.items() for one in some]:
+        with pytest.raises(ConfigError):
+            engine.call(op, timeout_s=WAIT_S, **{**GOOD.get(op, {}), **wrong})
+    told = engine.call("report", timeout_s=WAIT_S, **GOOD["report"])
+    assert (told["known"], told["peers"]) == (True, False)
+    assert "x" not in [entry["replica"] for entry in shard.status()["replicas"]]
 
 
 @fuzzed

@@ -3,11 +3,11 @@ import contextlib
 import errno
 import logging
 import os
-import stat
 import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -32,17 +32,6 @@ from tests.unit.store.small_arena import chain, served, spec, store
 from tests.waiting import HANG_S, wait_for
 
 
-@pytest.fixture
-def engine(shard: Shard, directory: Path) -> Any:
-    made = ShardSocket(directory)
-    yield made
-    made.close()
-
-
-def register(engine: ShardSocket, replica: str, namespace: Any = NAMESPACE) -> None:
-    engine.call("register", timeout_s=5, replica=replica, rank=0, namespace=namespace.to_wire())
-
-
 @pytest.mark.parametrize("is_full", [False, True])
 def test_smaller_blocks_wait_for_their_rows(make_shard, attach, monkeypatch, caplog, is_full):
     caplog.set_level(logging.INFO)
@@ -50,16 +39,13 @@ def test_smaller_blocks_wait_for_their_rows(make_shard, attach, monkeypatch, cap
     make_shard(spec=spec(num_slabs=40, slots_per_slab=4 * RUN_SLOTS))
     arena = attach()
     if is_full:
-        monkeypatch.setattr(arena_file, "populate", _no_memory)
+        full = OSError(errno.ENOSPC, "No space left on device")
+        monkeypatch.setattr(arena_file, "populate", Mock(side_effect=full))
     assert store(arena, chain(4)).dropped == 4
     wait_for(lambda: "smaller" in caplog.text)
     assert len(store(arena, chain(4)).slots) == (0 if is_full else 4)
     said = [one.levelname for one in caplog.records if "smaller" in one.message]
     assert said == ["WARNING" if is_full else "INFO"]
-
-
-def _no_memory(*_pieces: object, **_options: object) -> bool:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 # -- the shard's own life -------------------------------------------------------------------------
@@ -118,11 +104,17 @@ def test_what_is_under_way_when_the_loop_ends_is_cancelled():
     assert [task.cancelled() for task in tasks] == [True, True]
 
 
-def test_a_shard_that_was_never_started_can_be_stopped(directory):
-    shard = Shard("a", settings_for(directory))
-    with pytest.raises(ShardUnavailable, match="is starting"):
-        shard.clear(timeout_s=1)
-    shard.stop(retire=True, timeout_s=1)
+def test_a_start_that_is_taken_back_removes_the_arena_that_it_made_only(
+    make_shard, attach, directory
+):
+    make_shard().stop(retire=True, only_new=True, timeout_s=WAIT_S)
+    assert not directory.exists()
+    make_shard().stop(retire=False, timeout_s=WAIT_S)
+    with contextlib.closing(open_arena(directory)) as arena:
+        store(arena, (keys := chain(3)))
+    make_shard().stop(retire=True, only_new=True, timeout_s=WAIT_S)
+    make_shard()
+    assert served(attach(), keys) == 3
 
 
 # -- regular work ---------------------------------------------------------------------------------
@@ -179,54 +171,6 @@ def test_a_long_lease_is_named_once(make_shard, attach, caplog):
     wait_for(lambda: "has leased 2 slots for long" in caplog.text)
     time.sleep(0.2)
     assert caplog.text.count("for long") == 1
-
-
-# -- the socket -----------------------------------------------------------------------------------
-
-
-def test_a_directory_that_others_could_read_is_closed(make_shard, directory):
-    directory.mkdir(mode=0o755)
-    make_shard()
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-
-
-def test_unknown_requests_and_wrong_fields_are_answered(engine, shard):
-    register(engine, "one")
-    rank, other = ({"replica": name, "rank": 0} for name in ("one", "x"))
-    good = NAMESPACE.to_wire()
-    stage = {**rank, "keys": bytes(32), "wait_s": 0.1}
-    for op, fields in [
-        ("nonsense", {}),
-        ("x" * 100_000, {}),
-        ("hello", {"extra": 1}),
-        ("hello", {"connection": 1}),
-        ("register", {}),
-        ("register", {"replica": ["x"], "rank": 0, "namespace": good}),
-        *(("register", other | {"namespace": one}) for one in (5, {"model": None})),
-        ("register", other | {"namespace": good | {"model": 5}}),
-        *(("stage", stage | {"keys": keys}) for keys in (b"", bytes(33))),
-        *(("stage", stage | {"wait_s": wait_s}) for wait_s in ("soon", -1)),
-        ("stage", stage | {"replica": "none"}),
-        ("report", {**rank, "counters": "ab"}),
-    ]:
-        with pytest.raises(ConfigError):
-            engine.call(op, timeout_s=5, **fields)
-    told = engine.call("report", timeout_s=5, **rank, counters={"hits": 1})
-    assert (told["ok"], told["known"], told["peers"]) == (True, True, False)
-    assert [entry["replica"] for entry in shard.status()["replicas"]] == ["one"]
-
-
-def test_a_start_that_is_taken_back_removes_the_arena_that_it_made_only(
-    make_shard, attach, directory
-):
-    make_shard().stop(retire=True, only_new=True, timeout_s=WAIT_S)
-    assert not directory.exists()
-    make_shard().stop(retire=False, timeout_s=WAIT_S)
-    with contextlib.closing(open_arena(directory)) as arena:
-        store(arena, (keys := chain(3)))
-    make_shard().stop(retire=True, only_new=True, timeout_s=WAIT_S)
-    make_shard()
-    assert served(attach(), keys) == 3
 
 
 # -- bad surroundings -----------------------------------------------------------------------------
@@ -296,11 +240,12 @@ def test_a_locked_arena_is_waited_for(shard, start_shard, child, monkeypatch, ca
     assert not second.is_starting
 
 
-def test_what_ended_long_ago_is_added_up_while_a_shard_serves(shard, engine, monkeypatch):
+def test_what_ended_long_ago_is_added_up_while_a_shard_serves(shard, directory, monkeypatch):
     monkeypatch.setattr(replicas_module, "ENDED_S", 0.2)
-    register(engine, "r")
-    engine.call("report", timeout_s=WAIT_S, replica="r", rank=0, counters={"requests": 3})
-    engine.close()
+    rank = {"timeout_s": WAIT_S, "replica": "r", "rank": 0}
+    with contextlib.closing(ShardSocket(directory)) as engine:
+        engine.call("register", **rank, namespace=NAMESPACE.to_wire())
+        engine.call("report", **rank, counters={"requests": 3})
     wait_for(lambda: shard.status()["ended"] == {"ranks": 1, "counters": {"requests": 3}})
     assert shard.status()["replicas"] == []
 
@@ -308,6 +253,8 @@ def test_what_ended_long_ago_is_added_up_while_a_shard_serves(shard, engine, mon
 def test_a_shard_whose_settings_cannot_be_used_says_so_and_makes_nothing(tmp_path):
     crashes: list[str] = []
     shard = Shard("a", settings_for(tmp_path / "node"), crashed=lambda: crashes.append("it"))
+    with pytest.raises(ShardUnavailable, match="is starting"):
+        shard.clear(timeout_s=1)
     shard.refuse(ConfigError("On this node: no."))
     said = {"state": "failed", "error": "ConfigError", "message": "On this node: no."}
     assert said.items() <= shard.status().items()
