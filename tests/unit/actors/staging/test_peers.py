@@ -231,37 +231,21 @@ async def test_nodes_that_come_and_go_have_a_large_tier_ask_rarely(line, num_sha
 # -- how fast they are ----------------------------------------------------------------------------
 
 
+FETCHES = {
+    "the rate by large ones": ([(0.001, 0.01, 0), (100, 0.11, 0)], 0.0, 0.01, 1e9),
+    "what is old says nothing": ([(100, 0.1, 0)], 31.0, 0.0, None),
+    "nothing that came measures nothing": ([(0, 1.0, 0), (5, 0.0, 0)], 0.0, 0.0, None),
+    "the newest count most": ([(100, 0.1, 0), *[(100, 0.2, 0)] * 20], 0.0, 0.0, 0.5e9),
+    "as fast as a small one at least": ([(64, 64.0, 0), (0.5, 0.001, 5)], 5.0, 0.001, 5e8),
+    "what is forgotten has no weight": ([(64, 64.0, 0), (64, 0.064, 31)], 31.0, 0.0, 1e9),
+}
+"""Megabytes, seconds, and when it was, of each; then the present, the latency and the rate."""
+
+
 @pytest.mark.parametrize(
-    ("fetches", "now", "latency_s", "bytes_per_s"),
-    [
-        pytest.param(
-            [(0.001, 0.01, 0), (100, 0.11, 0)],
-            *(0.0, 0.01, 1e9),
-            id="a large one tells the rate and a small one the latency",
-        ),
-        pytest.param([(100, 0.1, 0)], 31.0, 0.0, None, id="what is old says nothing"),
-        pytest.param(
-            [(0, 1.0, 0), (5, 0.0, 0)], 0.0, 0.0, None, id="nothing that came measures nothing"
-        ),
-        pytest.param(
-            [(100, 0.1, 0), *[(100, 0.2, 0)] * 20],
-            *(0.0, 0.0, 0.5e9),
-            id="new ones count more the newer they are",
-        ),
-        pytest.param(
-            [(64, 64.0, 0), (0.5, 0.001, 5)],
-            *(5.0, 0.001, 5e8),
-            id="a bad moment is not the rate where small ones follow: it was as fast at least",
-        ),
-        pytest.param(
-            [(64, 64.0, 0), (64, 0.064, 31)],
-            *(31.0, 0.0, 1e9),
-            id="what is forgotten has no weight in the next measurement",
-        ),
-    ],
+    ("fetches", "now", "latency_s", "bytes_per_s"), FETCHES.values(), ids=FETCHES
 )
 def test_what_fetches_tell_of_the_one_that_sends(fetches, now, latency_s, bytes_per_s):
-    """A fetch is megabytes, seconds, and when it was."""
     rate = Rate()
     assert rate.peer(0.0) == Peer()
     for megabytes, seconds, at in fetches:

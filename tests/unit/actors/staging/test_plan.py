@@ -45,39 +45,33 @@ B, C = {"b": 1}, {"c": 1}
 FAST, SLOW = Peer(bytes_per_s=9e9), Peer(bytes_per_s=0.3e9)
 
 
-@pytest.mark.parametrize(
-    ("asked", "runs", "peers", "steps"),
-    [
-        pytest.param(
-            *(request(300), [(300, B)], {}, [("b", 0, 0, 300)]),
-            id="what one shard has comes from it in one piece",
-        ),
-        pytest.param(
-            *(request(4 * CHUNK_BLOCKS), [(4 * CHUNK_BLOCKS, B | C)], {}),
-            [("bc"[n % 2], 0, n * CHUNK_BLOCKS, (n + 1) * CHUNK_BLOCKS) for n in range(4)],
-            id="a long run is dealt out to all that have it in prefix order",
-        ),
-        pytest.param(
-            *(request(10, PartRequest(0), PartRequest(1, 3)), [(10, {"b": 0b11})], {}),
-            [("b", 0, 0, 10), ("b", 1, 7, 10)],
-            id="of a part with a window only the last blocks come",
-        ),
-        pytest.param(
-            *(request(40), [(3, B | C), (40, C)], {"b": FAST, "c": SLOW}, [("c", 0, 0, 40)]),
-            id="a short run comes from the one that has all of it",
-        ),
-        pytest.param(
-            *(request(10), [(6, B | C), (10, B)], {"b": replace(FAST, has_failed=True), "c": SLOW}),
-            [("c", 0, 0, 6), ("b", 0, 6, 10)],
-            id="a doubtful shard gives only what nobody else has",
-        ),
-        pytest.param(
-            *(request(10, seconds_per_block=0.001), [(6, B), (10, C)], {"b": FAST, "c": SLOW}),
-            [("b", 0, 0, 6)],
-            id="a prefix is cut where only a slow shard goes on",
-        ),
-    ],
-)
+CHUNKS = [n * CHUNK_BLOCKS for n in range(5)]
+DOUBTFUL = replace(FAST, has_failed=True)
+PLANS = {
+    "one piece of one shard": (request(300), [(300, B)], {}, [("b", 0, 0, 300)]),
+    "a long run is dealt out in prefix order": (
+        *(request(CHUNKS[4]), [(CHUNKS[4], B | C)], {}),
+        [("bc"[n % 2], 0, CHUNKS[n], CHUNKS[n + 1]) for n in range(4)],
+    ),
+    "of a part with a window only the last blocks": (
+        *(request(10, PartRequest(0), PartRequest(1, 3)), [(10, {"b": 0b11})], {}),
+        [("b", 0, 0, 10), ("b", 1, 7, 10)],
+    ),
+    "a short run from the one that has all of it": (
+        *(request(40), [(3, B | C), (40, C)], {"b": FAST, "c": SLOW}, [("c", 0, 0, 40)]),
+    ),
+    "of a doubtful shard what nobody else has": (
+        *(request(10), [(6, B | C), (10, B)], {"b": DOUBTFUL, "c": SLOW}),
+        [("c", 0, 0, 6), ("b", 0, 6, 10)],
+    ),
+    "a prefix is cut where only a slow shard goes on": (
+        *(request(10, seconds_per_block=0.001), [(6, B), (10, C)], {"b": FAST, "c": SLOW}),
+        [("b", 0, 0, 6)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("asked", "runs", "peers", "steps"), PLANS.values(), ids=PLANS)
 def test_what_helps_comes_from_who_has_it_and_gives_it_fast(asked, runs, peers, steps):
     found = plan(asked, *runs, **peers)
     assert [(step.shard, step.part, step.start, step.stop) for step in found.steps] == steps
@@ -96,16 +90,17 @@ def test_the_faster_shard_gives_more():
 @pytest.mark.parametrize(
     ("num_blocks", "ms_per_block", "peer", "comes"),
     [
-        pytest.param(10, 1, Peer(bytes_per_s=0.9e9), False, id="1.1 ms for a block of 1 ms"),
-        pytest.param(10, 1, Peer(bytes_per_s=1.1e9), True, id="0.9 ms for a block of 1 ms"),
-        pytest.param(10, 1, Peer(bytes_per_s=1e12, latency_s=0.02), False, id="20 ms for 10 ms"),
-        pytest.param(30, 1, Peer(bytes_per_s=1e12, latency_s=0.02), True, id="20 ms for 30 ms"),
-        pytest.param(10, 1e-6, Peer(), True, id="what was not measured is tried"),
+        (10, 1, Peer(bytes_per_s=0.9e9), False),  # 1.1 ms for a block of 1 ms
+        (10, 1, Peer(bytes_per_s=1.1e9), True),  # 0.9 ms for a block of 1 ms
+        (10, 1, Peer(bytes_per_s=1e12, latency_s=0.02), False),  # 20 ms for 10 ms
+        (30, 1, Peer(bytes_per_s=1e12, latency_s=0.02), True),  # 20 ms for 30 ms
+        (10, 1e-6, Peer(), True),  # what was not measured is tried
     ],
 )
 def test_what_takes_longer_than_computing_it_does_not_come(num_blocks, ms_per_block, peer, comes):
-    asked = request(num_blocks, seconds_per_block=ms_per_block / 1000)
-    found = plan(asked, (num_blocks, B), b=peer)
+    found = plan(
+        request(num_blocks, seconds_per_block=ms_per_block / 1000), (num_blocks, B), b=peer
+    )
     expected = (num_blocks, "none") if comes else (0, "cheaper_to_recompute")
     assert (found.num_blocks, found.reason) == expected
     assert bool(found.steps) == comes
