@@ -18,7 +18,6 @@ from tests.unit.store.sizing.prompts import sampled
 
 MINE = replace(NAMESPACE, part_bytes=1000)
 ORIGIN = Origin(replica="r", rank=0, namespace=MINE)
-NAME = MINE.digest().hex()[:8]
 
 
 @pytest.fixture
@@ -27,9 +26,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Traffic:
     return Traffic(settings_for(Path("/dev/shm/kvray-test-none")))
 
 
-def prompts(limit: int, seed: int = 0, count: int = 60) -> Any:
-    """Return a sample of some prompts of ten blocks each."""
-    numbers = np.random.default_rng(seed).integers(0, 2**64, (count, 10), dtype="u8")
+def prompts(limit: int, seed: int = 0) -> Any:
+    """Return a sample of 60 prompts of ten blocks each."""
+    numbers = np.random.default_rng(seed).integers(0, 2**64, (60, 10), dtype="u8")
     return sampled(list(numbers), limit=limit)
 
 
@@ -46,25 +45,6 @@ def until_drawn(made: Traffic) -> dict[str, Any]:
     raise AssertionError("no curve")
 
 
-def test_without_prompts_there_is_no_curve_and_nothing_is_done(made):
-    for second in range(100):
-        made.step(time.monotonic() + second)
-    assert made.status() == {"namespaces": {}, "age_s": None, "lost_prompts": 0}
-
-
-def test_prompts_that_come_again_are_worth_memory(made):
-    report(made)
-    report(made)
-    found = until_drawn(made)
-    (curve,) = found["namespaces"].values()
-    assert list(found["namespaces"]) == [NAME]
-    # 600 blocks of 1,000 bytes, in 1/16 of the memory and in all of it.
-    assert curve["host"][-1] > 0.4 > curve["host"][0]
-    assert len(curve["host"]) == len(found["sizes"])
-    assert found["host_bytes"] in found["sizes"]
-    assert found["sampled_prompts"] == 120
-
-
 def test_a_step_takes_no_more_than_its_share_of_a_core(made):
     report(made)
     now, began_s = time.monotonic(), time.thread_time()
@@ -74,13 +54,24 @@ def test_a_step_takes_no_more_than_its_share_of_a_core(made):
     assert time.thread_time() - began_s < 50 * 0.01
 
 
-def test_a_curve_is_drawn_again_when_there_are_new_prompts_only(made):
+def test_a_curve_tells_what_memory_is_worth_and_is_drawn_when_there_are_new_prompts_only(made):
+    for second in range(100):
+        made.step(time.monotonic() + second)
+    assert made.status() == {"namespaces": {}, "age_s": None, "lost_prompts": 0}
     report(made)
-    first = until_drawn(made)
+    report(made)
+    found = until_drawn(made)
+    ((name, curve),) = found["namespaces"].items()
+    assert name == MINE.digest().hex()[:8]
+    # 600 blocks of 1,000 bytes, in 1/16 of the memory and in all of it.
+    assert curve["host"][-1] > 0.4 > curve["host"][0]
+    assert len(curve["host"]) == len(found["sizes"])
+    assert found["host_bytes"] in found["sizes"]
+    assert found["sampled_prompts"] == 120
     made.step(time.monotonic() + 1e6)
     assert made._drawing is None
     report(made, seed=1)
-    assert until_drawn(made)["sampled_prompts"] > first["sampled_prompts"]
+    assert until_drawn(made)["sampled_prompts"] > 120
 
 
 def test_a_shard_that_starts_again_takes_a_sample_that_is_dense_enough_and_no_other(made):
@@ -119,13 +110,12 @@ def test_the_latest_come_first_and_a_second_note_takes_the_place_of_the_first():
     log.note(ONE, [note(1), note(2, name="cmpl-9c1d-0")])
     log.note(TWO, [note(1, name="cmpl-7f3a-0")])
     log.note(ONE, [note(1, end=4, name="chatcmpl-7f3a")])
-    assert found(log) == [("one", 1, 4), ("two", 1, 0), ("one", 2, 0)]
-    assert found(log, replica="one", last=1) == [("one", 1, 4)]
-    assert found(log, request=1) == [("one", 1, 4), ("two", 1, 0)]
-    assert found(log, request=9) == []
-    assert found(log, request="7f3a") == [("one", 1, 4), ("two", 1, 0)], "by a part of its name"
-    assert found(log, request="7f3a", replica="one") == [("one", 1, 4)]
-    assert found(log, request="7f3b") == []
+    of_one, of_two = ("one", 1, 4), ("two", 1, 0)
+    assert found(log) == [of_one, of_two, ("one", 2, 0)]
+    assert found(log, replica="one", last=1) == [of_one]
+    assert found(log, request=1) == found(log, request="7f3a") == [of_one, of_two]
+    assert found(log, request="7f3a", replica="one") == [of_one]
+    assert found(log, request=9) == found(log, request="7f3b") == []
 
 
 def test_of_too_many_the_oldest_go():
