@@ -64,17 +64,12 @@ def test_an_adapter_enters_as_the_engine_reads_it(tmp_path, monkeypatch):
     assert keys == of_the_connector(TOKENS, lora=lora)
 
 
-def test_an_engine_that_says_nothing_of_adapters_has_none_prefetched(tmp_path):
+def test_prompts_that_have_no_keys_are_refused(tmp_path):
+    silent = replace(READER, adapters=None)
     with pytest.raises(ConfigError, match="how it reads LoRA adapters"):
-        prompt_keys(replace(READER, adapters=None), packed(TOKENS), lora=str(tmp_path))
-
-
-def test_a_replica_that_still_reads_its_checkpoint_has_no_keys_and_says_so():
+        prompt_keys(silent, packed(TOKENS), lora=str(tmp_path))
     unnamed = replace(READER, namespace=replace(NAMESPACE, model=UNNAMED))
     with pytest.raises(ShardUnavailable, match=r"until its checkpoint .*`kvray status`"):
         prompt_keys(unnamed, packed(TOKENS))
-
-
-def test_tokens_that_are_cut_off_are_refused():
     with pytest.raises(ConfigError, match="whole number"):
         prompt_keys(READER, packed(TOKENS)[:-1])
