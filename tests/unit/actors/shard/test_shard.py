@@ -141,13 +141,6 @@ def test_a_share_of_the_slots_is_kept_free_under_a_writer(make_shard, attach):
     assert shard.status()["arena"]["dropped"] == 0
 
 
-def test_a_namespace_is_kept_within_its_quota(make_shard, attach, line):
-    shard = make_shard(quotas={"11111111": 3 * 4096})
-    store(attach(), chain(5), namespace=0x11111111)
-    wait_for(lambda: shard.status()["arena"]["over_quota"] == 2)
-    wait_for(lambda: line.matched(chain(5)) == 3)
-
-
 @pytest.mark.parametrize("stopped_s", [30.0, 0.02])
 def test_who_stopped_with_the_lock_is_shown_and_ended_in_time(make_shard, child, stopped_s):
     shard = make_shard(stopped_s=stopped_s, heartbeat_s=0.02)
