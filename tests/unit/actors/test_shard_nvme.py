@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from kvray.actors.shard.shard import Shard
 from kvray.errors import TierError
 from kvray.identity.block import BlockKey
 from kvray.node.stage_calls import ShardSocket
-from kvray.store.arena.file import ARENA_FILE
 from kvray.store.nvme import disk as disk_module
 from tests.unit.actors.small_shard import (
     NAMESPACE,
@@ -43,23 +42,17 @@ MINE = replace(NAMESPACE, part_bytes=SLOT)
 KEYS = chain(40)
 
 
-@dataclass
 class Node:
     """A shard that can be ended and started again, and an engine beside it."""
 
-    parent: Path
-    shard: Shard | None = None
-    line: Line = field(default_factory=Line)
+    def __init__(self, parent: Path) -> None:
+        self.parent, self.directory = parent, parent / "shm"
+        self.line = Line()
 
     def start(self, *, is_restart: bool = False, **changes: Any) -> Shard:
-        directory = self.parent / "shm"
-        settings = settings_for(
-            directory,
-            nvme=nvme_for(self.parent, **changes),
-            free_target=0.1,
-            policy="lru",
-            admission="all",
-        )
+        nvme = nvme_for(self.parent, **changes)
+        asked = {"free_target": 0.1, "policy": "lru", "admission": "all"}
+        settings = settings_for(self.directory, nvme=nvme, **asked)
         self.shard = self.line.follow(Shard("kvray-shard-n", settings, is_restart=is_restart))
         self.shard.start()
         return self.shard
@@ -68,20 +61,18 @@ class Node:
         wait_until_serving(self.start(**changes))
 
     def stop(self, *, flush: bool) -> None:
-        if self.shard is not None:
-            self.shard.stop(retire=True, timeout_s=20, flush=flush)
-            self.shard = None
+        self.shard.stop(retire=True, timeout_s=20, flush=flush)
 
     def status(self) -> dict[str, Any]:
         return dict(self.shard.status()["nvme"])
 
     def store(self, keys: list[BlockKey]) -> None:
-        with contextlib.closing(open_arena(self.parent / "shm")) as arena:
+        with contextlib.closing(open_arena(self.directory)) as arena:
             store(arena, keys)
 
     def stage(self, keys: list[BlockKey]) -> dict[str, Any]:
         rank = {"timeout_s": 5, "replica": "r", "rank": 0}
-        with contextlib.closing(ShardSocket(self.parent / "shm")) as engine:
+        with contextlib.closing(ShardSocket(self.directory)) as engine:
             engine.call("register", **rank, namespace=MINE.to_wire(), wanted=[[0, None]])
             joined = b"".join(keys)
             return engine.call("stage", **rank, keys=joined, wait_s=5.0, tokens_per_s=0)
@@ -92,7 +83,7 @@ class Node:
 
     def num_right(self, keys: list[BlockKey]) -> int:
         """Return how many leading keys are in the arena, all of their bytes right."""
-        with contextlib.closing(open_arena(self.parent / "shm")) as arena:
+        with contextlib.closing(open_arena(self.directory)) as arena:
             return served(arena, keys)
 
 
@@ -100,11 +91,10 @@ class Node:
 def node() -> Iterator[Node]:
     with tempfile.TemporaryDirectory(prefix="kvray-test-") as parent:
         node = Node(Path(parent))
-        (node.parent / "shm").mkdir()
         yield node
         with contextlib.suppress(Exception):
             node.stop(flush=False)
-        sweep(node.parent / "shm")
+        sweep(node.directory)
 
 
 @pytest.fixture
@@ -145,7 +135,7 @@ def test_a_flushed_tier_and_no_other_has_everything_after_a_new_start(node, flus
     keys = chain(20)
     node.store(keys)
     node.stop(flush=flush)
-    assert not (node.parent / "shm" / ARENA_FILE).exists()
+    assert not node.directory.exists()
     node.serve()
     assert node.status()["recovered_blocks"] == num_blocks
     assert node.num_right(keys) == 0
@@ -275,7 +265,7 @@ def test_a_shard_with_a_disk_that_hangs_can_be_cleared_flushed_and_ended(full, d
     began = time.monotonic()
     full.stop(flush=True)
     assert time.monotonic() - began < 60
-    assert not (full.parent / "shm").exists()
+    assert not full.directory.exists()
 
 
 def test_a_read_that_hangs_beyond_the_end_of_its_shard_writes_over_no_other_block(
@@ -289,7 +279,7 @@ def test_a_read_that_hangs_beyond_the_end_of_its_shard_writes_over_no_other_bloc
     full.shard.stop(retire=False, timeout_s=20)
     others = chain(64, seed="others")
     full.store(others)
-    with contextlib.closing(open_arena(full.parent / "shm")) as arena:
+    with contextlib.closing(open_arena(full.directory)) as arena:
         num_stored = int(arena.present(others, [0])[0].sum())
     device.answers.set()
     reads = [one for one in threading.enumerate() if one.name.startswith("kvray-promote")]
@@ -320,7 +310,6 @@ from tests.unit.store.small_arena import chain
 
 nvme_disk._PAUSE_S = (0.1, 0.2)
 disk, keys = mounted / "disk", chain(20)
-(mounted / "shm").mkdir()
 disk.mkdir()
 subprocess.run(["mount", "-t", "tmpfs", "none", disk], check=True)
 node = Node(mounted)
@@ -328,7 +317,6 @@ node.serve(directory=disk / "tier")
 node.store(keys)
 node.stop(flush=True)
 subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-(mounted / "shm").mkdir(exist_ok=True)
 node.serve(directory=disk / "tier")
 print(node.status()["state"], node.status()["message"])
 node.store(chain(10, seed="memory"))
@@ -357,7 +345,6 @@ def test_a_directory_that_has_gone_since_is_a_disk_that_is_out(full, device):
         assert "mount" in full.status()["message"]
         assert not where.exists()
         full.stop(flush=False)
-        (full.parent / "shm").mkdir(exist_ok=True)
     full.serve(is_restart=True)
     (mount / "nvme").rename(full.parent / "nvme")
     wait_for(lambda: full.status()["state"] == "open", "the disk")
