@@ -140,32 +140,23 @@ async def test_who_is_hung_up_on_while_he_is_answered_does_not_stay(server, conn
 # -- those that do not behave ---------------------------------------------------------------------
 
 
-async def test_silent_connections_keep_nobody_out(connect, monkeypatch):
+async def test_a_process_has_a_share_of_places_and_loses_those_where_it_is_silent(
+    connect, monkeypatch, caplog
+):
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 8)
     clients = [await connect() for _ in range(30)]
-    assert (await (await connect()).ask())["ok"]
+    engines = [await connect()]
+    assert (await engines[0].ask())["ok"], "they keep nobody out"
     await asyncio.sleep(0.05)
     assert sum(one.has_place for one in clients) == 3, "half of the places, with the last"
-
-
-async def test_a_process_that_uses_its_share_of_places_gets_no_more(connect, monkeypatch, caplog):
-    monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 8)
-    engines = [await connect() for _ in range(4)]
+    engines += [await connect() for _ in range(3)]
     assert all([(await engine.ask())["ok"] for engine in engines])
     assert await (await connect()).is_hung_up_on()
-    assert all([(await engine.ask())["ok"] for engine in engines])
     assert f"one more connection of process {os.getpid()} was refused" in caplog.text
-
-
-async def test_of_its_connections_a_process_loses_the_longest_silent_one(connect, monkeypatch):
-    monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 8)
+    assert all([(await engine.ask())["ok"] for engine in (*engines, engines[0])])
     monkeypatch.setattr(engine_server, "_SILENT_S", 0.0)
-    engines = [await connect() for _ in range(3)]
-    for engine in (*engines, engines[0]):
-        assert (await engine.ask())["ok"]
-    for loser in (await connect(), engines[1]):
-        assert (await (await connect()).ask())["ok"]
-        assert await loser.is_hung_up_on()
+    assert (await (await connect()).ask())["ok"]
+    assert await engines[1].is_hung_up_on(), "it was silent for longest"
 
 
 async def test_processes_that_nobody_can_tell_apart_have_all_places(connect, monkeypatch):
@@ -283,9 +274,6 @@ async def test_connections_leave_descriptors_to_all_others(server, connect, monk
     finally:
         for one in had:
             os.close(one)
-
-
-# -- its socket's file ----------------------------------------------------------------------------
 
 
 async def test_a_removed_socket_is_made_again_and_no_other_one(server, connect, tmp_path, caplog):
