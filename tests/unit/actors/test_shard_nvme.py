@@ -203,14 +203,27 @@ def has_open(directory: Path) -> bool:
     return any(one.path.startswith(str(directory)) for one in psutil.Process().open_files())
 
 
-def test_a_disk_that_fails_is_out_and_taken_back_with_all_that_it_has(full, device, caplog):
+@pytest.mark.parametrize(
+    ("refuses", "said"),
+    [("to write", "cannot be written (Input/output error)"), ("to read", "refuses to read")],
+)
+def test_a_disk_that_fails_is_out_and_taken_back_with_all_that_it_has(
+    full, device, caplog, refuses, said
+):
     segments = full.parent / "nvme" / "segment"
     assert has_open(segments)
+    full.lose_from_memory()
+    wait_for(lambda: full.line.matched(KEYS) == 40)
     device.error = errno.EIO
-    full.store(chain(40, seed="more"))
+    if refuses == "to write":
+        full.store(chain(40, seed="more"))
+    else:
+        for _ in range(nvme_tier._BAD_READS_MAX):
+            full.stage(KEYS)
     wait_for(lambda: full.status()["state"] == "out", "the disk's end")
     wait_for(lambda: not has_open(segments), "the end of its files")
-    assert "cannot be written (Input/output error)" in full.status()["message"]
+    wait_for(lambda: full.line.matched(KEYS) == 0, "the withdrawal")
+    assert said in full.status()["message"]
     assert "goes on without its disk" in caplog.text
     full.store(chain(20, seed="memory"))
     assert full.num_right(chain(20, seed="memory")) == 20
@@ -218,22 +231,9 @@ def test_a_disk_that_fails_is_out_and_taken_back_with_all_that_it_has(full, devi
     wait_for(lambda: full.status()["state"] == "open", "the disk's return")
     assert full.status()["message"] == ""
     assert "its disk is back, with 40 blocks" in caplog.text
+    wait_for(lambda: full.line.matched(KEYS) == 40, "the announcement")
     full.lose_from_memory()
     assert full.stage(KEYS)["num_blocks"] == 40
-    wait_for(lambda: full.line.matched(KEYS) == 40, "the announcement")
-
-
-def test_what_a_disk_had_that_is_out_is_promised_to_no_other_node(full, device):
-    full.lose_from_memory()
-    wait_for(lambda: full.line.matched(KEYS) == 40)
-    device.error = errno.EIO
-    for _ in range(nvme_tier._BAD_READS_MAX):
-        full.stage(KEYS)
-    wait_for(lambda: full.status()["state"] == "out")
-    assert "read" in full.status()["message"]
-    wait_for(lambda: full.line.matched(KEYS) == 0, "the withdrawal")
-    device.error = 0
-    wait_for(lambda: full.line.matched(KEYS) == 40, "the return")
 
 
 def test_a_disk_that_hangs_holds_up_one_request_and_then_nobody(full, device, caplog):
