@@ -298,9 +298,6 @@ async def test_a_greeting_is_answered_at_once_and_tells_of_others_but_no_block(
     assert announcer.namespaces == {5, 7}, "also while a partition starts"
 
 
-# -- partial blocks ------------------------------------------------------------------------------
-
-
 def test_what_lost_its_other_part_is_evicted_first(tier, arena):
     old, partial, used = (chain(1, seed=seed) for seed in ("old", "partial", "used"))
     slots = [store(arena, keys, part=1).slots[0] for keys in (old, partial, used)]

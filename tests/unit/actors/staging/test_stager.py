@@ -137,9 +137,6 @@ async def test_what_costs_more_than_computing_it_is_left(nodes, stager):
         assert (await stager.stage(asked, until=later())).reason == reason
 
 
-# -- one fetch a block ----------------------------------------------------------------------------
-
-
 async def test_who_joins_a_fetch_waits_for_his_blocks_alone_and_gets_them_whoever_gives_up(
     slow, stager
 ):
@@ -215,31 +212,6 @@ async def test_a_shard_with_too_many_stages_answers_at_once(nodes, stager, monke
 # -- handover -------------------------------------------------------------------------------------
 
 
-async def test_a_disk_that_hangs_leaves_places_for_what_others_have(full, monkeypatch):
-    monkeypatch.setattr(stager_module, "_STAGES_MAX", 8)
-    monkeypatch.setattr(stager_module, "_WAITING_MAX", 4)
-    asked: list[FetchOrder] = []
-
-    async def promote(order: FetchOrder) -> None:
-        asked.append(order)
-        await asyncio.Event().wait()
-
-    def runs(keys: list[BlockKey], parts: list[int]) -> list[Run]:
-        return [Run(stop=len(keys), holders={NVME: 1})] if keys[0] not in KEYS else []
-
-    disk = SimpleNamespace(may_ask=lambda now: True, peer=Peer, runs=runs, promote=promote)
-    async with contextlib.aclosing(full.stager()) as stager:
-        stager._nvme = stager._fetcher._nvme = lambda: disk  # type: ignore[assignment, return-value]
-        stages = [stage(stager, chain(5, seed=str(one)), 3.0) for one in range(7)]
-        await asyncio.sleep(0.1)
-        assert await stage(stager, wait_s=3.0) == Staged(num_blocks=20, reason="none")
-        assert len(asked) == 4
-        assert [one.result().reason for one in stages if one.done()] == ["too_slow"] * 3
-        for one in stages:
-            one.cancel()
-        await asyncio.wait(stages)
-
-
 async def test_what_was_staged_is_kept_until_the_handover_is_over(full, stager):
     def flood(seed: str) -> int:
         """Fill the arena; return how many blocks of KEYS have stayed."""
@@ -309,6 +281,31 @@ async def test_a_mover_of_its_own_that_is_frozen_is_found_out_before_the_deadlin
     assert ("kvray-mover-a", "ping") in full.calls
 
 
+async def test_a_disk_that_hangs_leaves_places_for_what_others_have(full, monkeypatch):
+    monkeypatch.setattr(stager_module, "_STAGES_MAX", 8)
+    monkeypatch.setattr(stager_module, "_WAITING_MAX", 4)
+    asked: list[FetchOrder] = []
+
+    async def promote(order: FetchOrder) -> None:
+        asked.append(order)
+        await asyncio.Event().wait()
+
+    def runs(keys: list[BlockKey], parts: list[int]) -> list[Run]:
+        return [Run(stop=len(keys), holders={NVME: 1})] if keys[0] not in KEYS else []
+
+    disk = SimpleNamespace(may_ask=lambda now: True, peer=Peer, runs=runs, promote=promote)
+    async with contextlib.aclosing(full.stager()) as stager:
+        stager._nvme = stager._fetcher._nvme = lambda: disk  # type: ignore[assignment, return-value]
+        stages = [stage(stager, chain(5, seed=str(one)), 3.0) for one in range(7)]
+        await asyncio.sleep(0.1)
+        assert await stage(stager, wait_s=3.0) == Staged(num_blocks=20, reason="none")
+        assert len(asked) == 4
+        assert [one.result().reason for one in stages if one.done()] == ["too_slow"] * 3
+        for one in stages:
+            one.cancel()
+        await asyncio.wait(stages)
+
+
 async def test_an_index_out_of_date_ends_in_a_miss(nodes, stager):
     store(nodes["b"].arena, KEYS[:4])
     said = nodes.locate(b"".join(KEYS))
@@ -341,8 +338,6 @@ async def test_closing_ends_what_is_under_way(slow, stager):
             await ended
     assert (stager.status()["under_way"], stager.status()["handovers"]) == (0, 0)
 
-
-# -- many at once ---------------------------------------------------------------------------------
 
 TRUNK = chain(12, seed="trunk")
 BRANCHES = [TRUNK + chain(6, seed=f"branch {number}", head=TRUNK[-1]) for number in range(3)]
