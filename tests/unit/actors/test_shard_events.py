@@ -21,15 +21,15 @@ from kvray.errors import ConfigError, ShardUnavailable
 from kvray.events.subscriber import Source, Subscriber
 from kvray.identity.block import BlockKey, Namespace
 from kvray.identity.keys import chain_packed, pack, request_seed
-from kvray.node import Registration, attach, link
+from kvray.node import attach, link
 from kvray.node.stage_calls import ShardSocket
 from kvray.store import Arena, PartRequest
-from kvray.store.machine.access import OWN_USER
 from tests.kv_subscriber import KvSubscriber
 from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.small_shard import NAMESPACE, nvme_for
 from tests.unit.events.attacks import attacked
 from tests.unit.events.test_publisher import free_port
+from tests.unit.node.conftest import registration
 from tests.unit.store.small_arena import SLOT, store
 from tests.waiting import wait_for
 
@@ -47,16 +47,9 @@ class Engine:
 
     def __init__(self, directory: Path, replica: str, namespace: Namespace) -> None:
         self.namespace = namespace
-        self._link = attach(
-            directory, label=replica, lock_wait_s=5.0, attach_retry_s=0.05, access=OWN_USER
-        )
-        self.registration = Registration(
-            replica=replica,
-            rank=0,
-            namespace=namespace,
-            counters=dict,
-            part_requests=tuple(PartRequest(part) for part in range(namespace.num_parts)),
-        )
+        self._link = attach(directory, label=replica, lock_wait_s=5.0, attach_retry_s=0.05)
+        parts = tuple(map(PartRequest, range(namespace.num_parts)))
+        self.registration = registration(replica, namespace=namespace, part_requests=parts)
         self.tokens = self.registration.log.block_tokens
         self._link.register(self.registration)
         wait_for(lambda: self.tokens.generation)

@@ -159,10 +159,8 @@ def test_what_leaves_memory_and_then_an_unseen_disk_is_announced_as_gone(tier, a
 
 
 def test_all_parts_of_a_block_are_announced_but_for_an_absurd_one(tier, arena):
-    absurd: dict[str, Any] = PLACE | {"part": 2**31 - 1}
-    made = arena.reserve(chain(1, seed="absurd"), **absurd)
-    assert arena.commit(made, np.zeros(1, dtype="<u8"))
-    keys: list[BlockKey] = chain(3)
+    store(arena, chain(1, seed="absurd"), part=2**31 - 1)
+    keys = chain(3)
     store(arena, keys, part=0)
     store(arena, keys[:2], part=1)
     tier.see(arena)
@@ -255,8 +253,8 @@ two = pytest.mark.parametrize("tier", [2], indirect=True)
 
 @two
 def test_a_chain_is_announced_to_one_partition_and_removed_there(tier, arena):
-    store(arena, chain_of(0))
-    store(arena, chain_of(1))
+    for partition in (0, 1):
+        store(arena, chain_of(partition))
     tier.see(arena)
     assert [tier.matched(chain_of(0), partition) for partition in (0, 1)] == [3, 0]
     assert [tier.matched(chain_of(1), partition) for partition in (0, 1)] == [0, 3]
@@ -273,9 +271,7 @@ def test_a_chain_is_announced_to_one_partition_and_removed_there(tier, arena):
 @two
 def test_a_block_whose_chain_is_not_known_is_found_and_removed_in_every_partition(tier, arena):
     keys = chain_of(1)
-    below: dict[str, Any] = PLACE | {"parent": keys[0], "depth": 1}
-    made = arena.reserve(keys[1:], **below, needs_parent=False)
-    assert arena.commit(made, np.zeros(2, dtype="<u8"))
+    store(arena, keys[1:], parent=keys[0], depth=1, needs_parent=False)
     tier.see(arena)
     assert [tier.matched(keys[1:], partition) for partition in (0, 1)] == [2, 2]
     ArenaOwner(arena).clear()
