@@ -1,7 +1,6 @@
 """Staging into a real arena from others: one fetch a block, deadlines, handover, and what fails."""
 
 import asyncio
-import contextlib
 import itertools
 import shutil
 import tempfile
@@ -127,6 +126,7 @@ async def test_a_prefix_longer_than_one_fetch_comes_in_several(full, stager, mon
     assert [order.spans[0].depth for order in full.orders] == [0, 6, 12, 18]
 
 
+@pytest.mark.parametrize("nodes", [80], indirect=True)
 async def test_what_costs_more_than_computing_it_is_left(nodes, stager):
     large = chain(300, seed="large")
     store(nodes["b"].arena, large)
@@ -141,14 +141,15 @@ async def test_who_joins_a_fetch_waits_for_his_blocks_alone_and_gets_them_whoeve
     slow, stager
 ):
     first = stage(stager)
+    await slow.was_ordered.wait()
+    five, all_of_it = stage(stager, KEYS[:5]), stage(stager)
+    await until(lambda: stager.status()["joined"] == 2)
     await move_five(slow)
-    assert await stage(stager, KEYS[:5], wait_s=1.5) == Staged(num_blocks=5, reason="none")
-    second = stage(stager)
-    await asyncio.sleep(0.01)
+    assert await five == Staged(num_blocks=5, reason="none")
     assert first.cancel(), "it is under way"
     slow.may_move.set()
-    assert (await second).num_blocks == 20
-    assert (len(slow.orders), stager.status()["joined"]) == (1, 2)
+    assert (await all_of_it).num_blocks == 20
+    assert len(slow.orders) == 1
 
 
 # -- deadlines ------------------------------------------------------------------------------------
@@ -281,9 +282,9 @@ async def test_a_mover_of_its_own_that_is_frozen_is_found_out_before_the_deadlin
     assert ("kvray-mover-a", "ping") in full.calls
 
 
-async def test_a_disk_that_hangs_leaves_places_for_what_others_have(full, monkeypatch):
+async def test_a_disk_that_hangs_leaves_places_for_what_others_have(full, stager, monkeypatch):
     monkeypatch.setattr(stager_module, "_STAGES_MAX", 8)
-    monkeypatch.setattr(stager_module, "_WAITING_MAX", 4)
+    monkeypatch.setattr(stager._fetcher, "_waiting_max", 4)
     asked: list[FetchOrder] = []
 
     async def promote(order: FetchOrder) -> None:
@@ -294,16 +295,15 @@ async def test_a_disk_that_hangs_leaves_places_for_what_others_have(full, monkey
         return [Run(stop=len(keys), holders={NVME: 1})] if keys[0] not in KEYS else []
 
     disk = SimpleNamespace(may_ask=lambda now: True, peer=Peer, runs=runs, promote=promote)
-    async with contextlib.aclosing(full.stager()) as stager:
-        stager._nvme = stager._fetcher._nvme = lambda: disk  # type: ignore[assignment, return-value]
-        stages = [stage(stager, chain(5, seed=str(one)), 3.0) for one in range(7)]
-        await asyncio.sleep(0.1)
-        assert await stage(stager, wait_s=3.0) == Staged(num_blocks=20, reason="none")
-        assert len(asked) == 4
-        assert [one.result().reason for one in stages if one.done()] == ["too_slow"] * 3
-        for one in stages:
-            one.cancel()
-        await asyncio.wait(stages)
+    stager._nvme = stager._fetcher._nvme = lambda: disk
+    stages = [stage(stager, chain(5, seed=str(one)), 3.0) for one in range(7)]
+    await asyncio.sleep(0.1)
+    assert await stage(stager, wait_s=3.0) == Staged(num_blocks=20, reason="none")
+    assert len(asked) == 4
+    assert [one.result().reason for one in stages if one.done()] == ["too_slow"] * 3
+    for one in stages:
+        one.cancel()
+    await asyncio.wait(stages)
 
 
 async def test_an_index_out_of_date_ends_in_a_miss(nodes, stager):
