@@ -7,7 +7,6 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -38,14 +37,17 @@ def test_smaller_blocks_wait_for_their_rows(make_shard, attach, monkeypatch, cap
     monkeypatch.setattr("kvray.store.arena.layout.FIRST_ROWS", 1)
     make_shard(spec=spec(num_slabs=40, slots_per_slab=4 * RUN_SLOTS))
     arena = attach()
-    if is_full:
-        full = OSError(errno.ENOSPC, "No space left on device")
-        monkeypatch.setattr(arena_file, "populate", Mock(side_effect=full))
+    if is_full:  # no mock: it would keep its arguments, and so the arena mapped
+        monkeypatch.setattr(arena_file, "populate", _no_memory)
     assert store(arena, chain(4)).dropped == 4
     wait_for(lambda: "smaller" in caplog.text)
     assert len(store(arena, chain(4)).slots) == (0 if is_full else 4)
     said = [one.levelname for one in caplog.records if "smaller" in one.message]
     assert said == ["WARNING" if is_full else "INFO"]
+
+
+def _no_memory(*_pieces: object, **_options: object) -> bool:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 # -- the shard's own life -------------------------------------------------------------------------
