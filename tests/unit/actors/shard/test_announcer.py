@@ -108,19 +108,6 @@ def announcer(tier: Tier) -> Announcer:
     return tier.announcers["a"]
 
 
-def test_what_is_committed_and_evicted_is_announced_and_what_is_reserved_is_not(tier, arena):
-    keys = chain(5)
-    arena.reserve(chain(3, seed="reserved"), **PLACE)
-    tier.see(arena)
-    store(arena, keys)
-    tier.see(arena)
-    assert tier.matched(keys) == 5
-    ArenaOwner(arena).clear()
-    tier.see(arena)
-    assert (tier.matched(keys), len(tier.lookups[0].index)) == (0, 0)
-    assert tier.sizes() == [(True, 0), (False, 5), (False, 5)]
-
-
 @pytest.mark.parametrize("is_back", [False, True], ids=["given to others", "and stored again"])
 def test_slots_that_get_other_blocks_between_two_looks_are_told_right(tier, arena, is_back):
     old, new = chain(4, seed="old"), chain(2 if is_back else 4, seed="new")
@@ -253,11 +240,14 @@ two = pytest.mark.parametrize("tier", [2], indirect=True)
 
 @two
 def test_a_chain_is_announced_to_one_partition_and_removed_there(tier, arena):
+    arena.reserve(chain(3, seed="reserved"), **PLACE)  # which is never announced
+    tier.see(arena)
     for partition in (0, 1):
         store(arena, chain_of(partition))
     tier.see(arena)
     assert [tier.matched(chain_of(0), partition) for partition in (0, 1)] == [3, 0]
     assert [tier.matched(chain_of(1), partition) for partition in (0, 1)] == [0, 3]
+    assert tier.sizes() == [(True, 0), (True, 0), (False, 3), (False, 3)]
     tier.replies.clear()
     tier.restart(1)
     tier.see(arena)

@@ -237,6 +237,7 @@ FETCHES = {
     "nothing that came measures nothing": ([(0, 1.0, 0), (5, 0.0, 0)], 0.0, 0.0, None),
     "the newest count most": ([(100, 0.1, 0), *[(100, 0.2, 0)] * 20], 0.0, 0.0, 0.5e9),
     "as fast as a small one at least": ([(64, 64.0, 0), (0.5, 0.001, 5)], 5.0, 0.001, 5e8),
+    "a bad moment is no latency of large ones": ([(0.5, 1.0, 0), (64, 0.064, 5)], 5.0, 0.032, 2e9),
     "what is forgotten has no weight": ([(64, 64.0, 0), (64, 0.064, 31)], 31.0, 0.0, 1e9),
 }
 """Megabytes, seconds, and when it was, of each; then the present, the latency and the rate."""
@@ -253,14 +254,6 @@ def test_what_fetches_tell_of_the_one_that_sends(fetches, now, latency_s, bytes_
     found = rate.peer(now)
     assert found.latency_s == pytest.approx(latency_s)
     assert found.bytes_per_s == (bytes_per_s and pytest.approx(bytes_per_s, rel=0.01))
-
-
-def test_one_bad_moment_does_not_stay_the_latency_where_only_large_fetches_follow():
-    rate = Rate()
-    rate.note(source(0.5, 1.0), now=0.0)
-    rate.note(source(64, 0.064), now=5.0)
-    found = rate.peer(5.0)
-    assert found.latency_s + 64e6 / found.bytes_per_s == pytest.approx(0.064)
 
 
 def test_transports_are_measured_apart_and_the_last_one_counts():

@@ -267,30 +267,17 @@ def test_of_two_orders_the_later_one_counts(replicas):
     assert replicas.weights_order("one", 0, "") is None
 
 
-def test_a_second_instance_of_a_name_goes_by_another_one_while_the_first_lives():
-    replicas = Replicas()
-
-    def register(connection: int, instance: str, rank: int = 0) -> str:
-        return replicas.register(connection, "chat", rank, NAMESPACE, instance=instance)
-
-    names = [register(1, "aa11"), register(2, "bb22"), register(1, "cc33")]
-    assert names == ["chat", "chat-bb22", "chat-cc33"]
-    assert register(2, "bb22", rank=1) == "chat", "another rank"
-    for name, connection, count in zip(names, (1, 2, 1), (3, 10, 20), strict=True):
-        assert replicas.report(connection, name, 0, {"requests": count})
-    counted = [one["counters"]["requests"] for one in replicas.status() if one["rank"] == 0]
-    assert counted == [3, 10, 20]
-
-
 def test_an_instance_that_connects_again_keeps_its_name_and_another_gets_it_later():
     replicas = Replicas()
     for connection in (1, 2):
         assert replicas.register(connection, "chat", 0, NAMESPACE, instance="aa11") == "chat"
+    other = {"reads": NAMESPACE, "instance": "bb22"}
+    assert replicas.register(3, "chat", 1, **other) == "chat", "another rank"
     assert replicas.report(1, "chat", 0, {}) is None
-    replicas.disconnect(1)
-    assert replicas.connected() == [("chat", 0)], "by the other connection"
-    replicas.disconnect(2)
-    assert replicas.register(3, "chat", 0, NAMESPACE, instance="bb22") == "chat"
+    for connection in (1, 2):
+        assert replicas.register(3, "chat", 0, **other) == "chat-bb22"
+        replicas.disconnect(connection)
+    assert replicas.register(3, "chat", 0, **other) == "chat"
 
 
 def test_the_name_of_a_second_instance_is_never_too_long():

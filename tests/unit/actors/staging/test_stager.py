@@ -80,17 +80,6 @@ async def move_five(nodes: Nodes) -> None:
 # -- what comes -----------------------------------------------------------------------------------
 
 
-async def test_what_another_node_has_is_brought_verified_and_can_be_leased(nodes, stager):
-    store(nodes["b"].arena, KEYS[:12])
-    store(nodes["a"].arena, KEYS[:3])
-    staged = await stage(stager)
-    assert staged == Staged(num_blocks=12, reason="not_stored")
-    assert staged.arrivals == ((3, "host", ""), (12, "copy", "kvray-shard-b"))
-    assert served(nodes["a"].arena, KEYS) == 12
-    assert [span.depth for order in nodes.orders for span in order.spans] == [3]
-    assert stager.status()["transports"] == {"copy": {"blocks": 9, "bytes": 9 * 4096}}
-
-
 async def test_blocks_that_came_without_a_checksum_are_counted_though_none_was_valid(nodes, stager):
     store(nodes["b"].arena, KEYS[:12])
     source = SourceReport(num_blocks=0, num_bytes=0, seconds=0.001, transport="copy", corrupt=12)
