@@ -207,9 +207,7 @@ def has_open(directory: Path) -> bool:
     ("refuses", "said"),
     [("to write", "cannot be written (Input/output error)"), ("to read", "refuses to read")],
 )
-def test_a_disk_that_fails_is_out_and_taken_back_with_all_that_it_has(
-    full, device, caplog, refuses, said
-):
+def test_a_disk_that_fails_is_out_until_it_is_back(full, device, caplog, refuses, said):
     segments = full.parent / "nvme" / "segment"
     assert has_open(segments)
     full.lose_from_memory()
@@ -268,9 +266,7 @@ def test_a_shard_with_a_disk_that_hangs_can_be_cleared_flushed_and_ended(full, d
     assert not full.directory.exists()
 
 
-def test_a_read_that_hangs_beyond_the_end_of_its_shard_writes_over_no_other_block(
-    full, device, monkeypatch
-):
+def test_a_read_that_outlives_its_shard_writes_over_no_block(full, device, monkeypatch):
     monkeypatch.setattr(nvme_disk, "_CLOSE_S", 0.3)
     full.lose_from_memory()
     device.answers.clear()

@@ -217,19 +217,6 @@ def test_of_each_shared_chain_one_node_has_the_extra_copy_and_lets_it_go_first(c
 
 @idle
 @pytest.mark.long
-def test_the_last_holder_of_a_block_does_not_let_it_go(copies):
-    loser, other = "ab" if extra(copies, "b") else "ba"
-    getattr(copies, loser).clear(10.0)
-
-    def nothing_is_extra() -> bool:
-        return served(copies.arena(other), CHAINS[0]) == 6 and extra(copies, other) == 0
-
-    wait_for(nothing_is_extra)
-    assert not any(goes_first(copies, other, keys).any() for keys in CHAINS)
-
-
-@idle
-@pytest.mark.long
 def test_a_tier_that_rests_looks_up_nothing(tier):
     store(tier.arena("a"), CHAINS[0])
     time.sleep(35.0)

@@ -271,9 +271,7 @@ def test_a_block_whose_chain_is_not_known_is_found_and_removed_in_every_partitio
 
 @pytest.mark.anyio
 @two
-async def test_a_greeting_is_answered_at_once_and_tells_of_others_but_no_block(
-    tier, announcer, arena
-):
+async def test_a_greeting_is_answered_at_once_and_brings_no_block(tier, announcer, arena):
     store(arena, chain(2))
     tier.look(arena)
     for partition, namespaces in ((0, (5,)), (1, (5, 7)), (0, ())):

@@ -155,9 +155,7 @@ def test_what_cannot_be_adopted_is_replaced_and_engines_go_on(
     assert not list(directory.glob("*.new"))
 
 
-def test_an_arena_that_fits_is_adopted_announced_and_engines_notice_nothing(
-    left_link, make_shard, line, directory
-):
+def test_an_arena_that_fits_is_adopted_unnoticed(left_link, make_shard, line, directory):
     arena = left_link.arena
     store(arena, KEYS)
     (held,) = arena.lease(KEYS)
@@ -190,9 +188,7 @@ def test_a_directory_in_the_arenas_place_is_named(start_shard, directory):
         pytest.param(False, False, CapacityError, id="where no arena was none comes free"),
     ],
 )
-def test_memory_for_a_new_arena_is_waited_for_where_it_may_come(
-    directory, monkeypatch, was_there, stops, error
-):
+def test_memory_is_waited_for_where_it_may_come(directory, monkeypatch, was_there, stops, error):
     create, tries = Arena.create, itertools.count()
 
     def create_at_second_try(*args: Any, **kwargs: Any) -> Arena:
@@ -238,9 +234,7 @@ def replace_arena(directory: Path) -> None:
     ],
     ids=["directory", "parent", "arena", "lock", "replaced"],
 )
-def test_a_new_arena_takes_the_place_of_one_whose_files_are_removed_and_engines_follow(
-    shard, directory, link, line, remove, caplog
-):
+def test_a_lost_arena_is_replaced_and_engines_follow(shard, directory, link, line, remove, caplog):
     store(link.arena, KEYS)
     wait_for(lambda: line.matched(KEYS) == 4)
     before = arena_id(shard)
@@ -395,9 +389,7 @@ def stop(process: Child) -> None:
 
 
 @pytest.mark.parametrize("halt", [stop, work])
-def test_a_holder_that_stands_still_is_named_and_ended_after_the_limit(
-    directory, locker, look, halt
-):
+def test_a_holder_that_stands_still_is_named_and_ended(directory, locker, look, halt):
     """A frozen container's process looks as if it slept, or waited for a disk."""
     halt(locker)
     look(41.0)

@@ -140,9 +140,7 @@ async def test_who_is_hung_up_on_while_he_is_answered_does_not_stay(server, conn
 # -- those that do not behave ---------------------------------------------------------------------
 
 
-async def test_a_process_has_a_share_of_places_and_loses_those_where_it_is_silent(
-    connect, monkeypatch, caplog
-):
+async def test_a_process_loses_places_where_it_is_silent_first(connect, monkeypatch, caplog):
     monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 8)
     clients = [await connect() for _ in range(30)]
     engines = [await connect()]

@@ -106,9 +106,7 @@ def test_what_is_under_way_when_the_loop_ends_is_cancelled():
     assert [task.cancelled() for task in tasks] == [True, True]
 
 
-def test_a_start_that_is_taken_back_removes_the_arena_that_it_made_only(
-    make_shard, attach, directory
-):
+def test_a_start_that_is_taken_back_removes_its_own_arena_only(make_shard, attach, directory):
     make_shard().stop(retire=True, only_new=True, timeout_s=WAIT_S)
     assert not directory.exists()
     make_shard().stop(retire=False, timeout_s=WAIT_S)
@@ -214,9 +212,7 @@ HUGE = ArenaSpec(cluster_name="test", capacity=2**44, slab=2**36, slot_min=2**30
     ],
     ids=["larger than the mount", "no such directory", "a file there", "a socket path too long"],
 )
-def test_an_impossible_arena_is_refused_and_leaves_nothing(
-    start_shard, directory, where, changes, fix
-):
+def test_an_impossible_arena_leaves_nothing(start_shard, directory, where, changes, fix):
     (directory.parent / "file").touch()
     assert fix in failed_with(start_shard(directory=directory.parent / where, **changes))
     wait_for(lambda: [path.name for path in directory.parent.iterdir()] == ["file"])

@@ -150,9 +150,7 @@ async def test_as_many_peers_are_remembered_as_told(line, peers, monkeypatch):
     assert len(peers.status()) == 3
 
 
-async def test_every_shard_begins_with_another_one_and_asks_neither_itself_nor_who_is_left_out(
-    peers,
-):
+async def test_every_shard_begins_with_another_one_and_leaves_itself_and_some_out(peers):
     names = [f"kvray-shard-{name}" for name in "dbac"]
     for without, order in ((set(), "bcd"), ({mover_of("kvray-shard-c")}, "bd")):
         asked = peers.may_ask(names, without=frozenset(without))

@@ -126,9 +126,7 @@ async def test_what_costs_more_than_computing_it_is_left(nodes, stager):
         assert (await stager.stage(asked, until=later())).reason == reason
 
 
-async def test_who_joins_a_fetch_waits_for_his_blocks_alone_and_gets_them_whoever_gives_up(
-    slow, stager
-):
+async def test_who_joins_waits_for_his_blocks_alone_and_gets_them_whoever_gives_up(slow, stager):
     first = stage(stager)
     await slow.was_ordered.wait()
     five, all_of_it = stage(stager, KEYS[:5]), stage(stager)
