@@ -180,39 +180,25 @@ idle = pytest.mark.parametrize("tier", [{"copies": CopiesConfig(idle_s=0.5)}], i
 """Copies that nobody uses for half a second are idle."""
 
 
-@pytest.fixture
-def copies(tier: Tier) -> Tier:
-    """The tier, where both nodes have CHAINS, and know which copies are extra."""
+@idle
+def test_of_each_shared_chain_one_node_has_the_extra_copy_and_lets_it_go_first(tier):
+    def go_first(node: str, keys: list[BlockKey]) -> Array:
+        retention = getattr(tier, node)._serving.retention
+        slots = key_index.find(tier.arena(node).tables, key_index.pack_keys(keys), 0)
+        return retention.rank(slots) < -1e34
+
     for keys in CHAINS:
         for node in "ab":
             store(tier.arena(node), keys)
-    wait_for(lambda: extra(tier, "a") + extra(tier, "b") == sum(map(len, CHAINS)))
-    return tier
+    store(tier.arena("a"), own := chain(6, seed="own"))
 
+    def are_chosen() -> bool:
+        extra = [one.status()["copies"]["extra_bytes"] for one in (tier.a, tier.b)]
+        first = [[go_first(node, keys[1:]).all() for node in "ab"] for keys in CHAINS]
+        return sum(extra) == 4 * 6 * SLOT and all(a != b for a, b in first)
 
-def extra(tier: Tier, node: str) -> int:
-    copies = getattr(tier, node).status()["copies"]
-    return int(copies["extra_bytes"]) // SLOT
-
-
-def goes_first(tier: Tier, node: str, keys: list[BlockKey]) -> Array:
-    retention = getattr(tier, node)._serving.retention
-    slots = key_index.find(tier.arena(node).tables, key_index.pack_keys(keys), 0)
-    return retention.rank(slots) < -1e34
-
-
-@idle
-def test_of_each_shared_chain_one_node_has_the_extra_copy_and_lets_it_go_first(copies):
-    store(copies.arena("a"), own := chain(6, seed="own"))
-
-    def chosen() -> list[tuple[bool, bool]]:
-        return [
-            (goes_first(copies, "a", keys[1:]).all(), goes_first(copies, "b", keys[1:]).all())
-            for keys in CHAINS
-        ]
-
-    wait_for(lambda: all(a != b for a, b in chosen()))
-    assert not goes_first(copies, "a", own).any()
+    wait_for(are_chosen)
+    assert not go_first("a", own).any()
 
 
 @idle
