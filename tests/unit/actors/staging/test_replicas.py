@@ -156,10 +156,10 @@ class Visitors(Replicas):
         self.now = 0.0
         super().__init__(clock=lambda: self.now)
 
-    def visit(self, name: str, rank: int = 0, *, for_s: float = 0.0, **namespace: Any) -> None:
-        self.register(1, name, rank, replace(NAMESPACE, **namespace))
+    def visit(self, name: str, *, for_s: float = 0.0, **namespace: Any) -> None:
+        self.register(1, name, 0, replace(NAMESPACE, **namespace))
         counters = {"requests": 2, "prompt_tokens": 64, "uptime_s": 4, f"odd-{name}": 1}
-        self.report(1, name, rank, counters)
+        self.report(1, name, 0, counters)
         self.now += for_s
         self.disconnect(1)
 
@@ -181,13 +181,15 @@ def visitors() -> Visitors:
 def test_of_hundreds_of_engines_that_come_and_go_few_are_listed_and_all_are_counted(visitors):
     visitors.register(10**6, "stays", 0, NAMESPACE)
     for number in range(1, 500):
-        visitors.visit(f"pod-{number}", for_s=4.0)
+        visitors.visit(f"pod-{number}", for_s=4.0, model=f"m{number}")
         assert len(visitors.add_up_at(visitors.now)) <= 1 + ENDED_MAX
         assert visitors.total("requests") == 2 * number
     assert visitors.total("prompt_tokens") == 64 * 499
     assert visitors.connected() == [("stays", 0)]
     assert "uptime_s" not in visitors.ended()["counters"]
     assert len(visitors.ended()["counters"]) == 256, "no more than a rank may have"
+    visitors.add_up_at(visitors.now + ENDED_S)
+    assert len(visitors.namespaces()) == 1 + 64, "of those that ended the last ones"
 
 
 @pytest.mark.parametrize("says_so", [True, False])
@@ -211,13 +213,6 @@ def test_of_many_that_lose_their_connection_at_once_all_may_come_back(visitors):
         visitors.visit(f"engine-{number}")
     assert len(visitors.add_up_at(BACK_S - 1)) == 100
     assert len(visitors.add_up_at(BACK_S)) == ENDED_MAX
-
-
-def test_the_namespaces_of_those_that_ended_are_bounded(visitors):
-    for number in range(100):
-        visitors.visit("r", number, model=f"m{number}")
-    visitors.add_up_at(5000.0)
-    assert len(visitors.namespaces()) == 64
 
 
 def of_two(rank: int) -> Reader:
