@@ -17,7 +17,6 @@ pytestmark = pytest.mark.anyio
 SPAN = Span(source="kvray-mover-b", part=0, keys=bytes(32), parent=b"", depth=0)
 ORDER = FetchOrder(spans=(SPAN,), deadline_s=3.0)
 NO_ANSWER = ShardUnavailable("No answer.")
-SHARDS = ["kvray-shard-b", "kvray-shard-c"]
 
 
 class Line:
@@ -50,7 +49,8 @@ class Line:
             await asyncio.sleep(0)
 
     def known(self) -> dict[str, Peer]:
-        return dict(self.peers.may_ask(SHARDS, without=frozenset()))
+        shards = ["kvray-shard-b", "kvray-shard-c"]
+        return dict(self.peers.may_ask(shards, without=frozenset()))
 
 
 @pytest.fixture
@@ -164,14 +164,18 @@ async def test_every_shard_begins_with_another_one_and_leaves_itself_and_some_ou
 
 async def test_an_introduction_names_all_others_to_the_mover_and_warms_it(line, peers):
     names = ["kvray-shard-c", "kvray-shard-a", "kvray-shard-b", "kvray-shard-0"]
+    line.answers = [names, ShardUnavailable("It starts.")]
+    with pytest.raises(ShardUnavailable):
+        await peers.connect()
+    assert peers.can_fetch, "which is not held against the mover"
     line.answers = [names, None, FetchReport(here=())]
     await peers.connect()
-    assert [call[:2] for call in line.calls] == [
+    assert [call[:2] for call in line.calls[2:]] == [
         ("kvray-lookup", "shards"),
         ("kvray-mover-a", "connect"),
         ("kvray-mover-a", "fetch"),
     ]
-    assert line.calls[1][3] == (["kvray-mover-b", "kvray-mover-c", "kvray-mover-0"],)
+    assert line.calls[3][3] == (["kvray-mover-b", "kvray-mover-c", "kvray-mover-0"],)
 
 
 async def test_a_peer_is_shown_to_people_until_the_tier_has_it_no_more(line, peers):
@@ -191,13 +195,6 @@ async def test_a_peer_is_shown_to_people_until_the_tier_has_it_no_more(line, pee
     await peers.connect()
     assert [one["peer"] for one in peers.status()] == ["kvray-mover-a"]
     assert line.known()["kvray-shard-b"].latency_s == 0
-
-
-async def test_a_mover_that_cannot_be_introduced_yet_may_fetch(line, peers):
-    line.answers = [["kvray-shard-a", "kvray-shard-b"], ShardUnavailable("It starts.")]
-    with pytest.raises(ShardUnavailable):
-        await peers.connect()
-    assert peers.can_fetch
 
 
 async def test_it_connects_as_soon_as_there_are_others_and_again_from_time_to_time(line):
