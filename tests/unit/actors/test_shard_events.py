@@ -94,9 +94,6 @@ class Node:
     def subscribe(self, *addresses: str) -> KvSubscriber:
         return self.stack.enter_context(KvSubscriber(*(addresses or self.addresses())))
 
-    def peer(self) -> Callable[..., dict[str, Any]]:
-        return self.stack.enter_context(peer_of(self.directory))
-
     def check(self, engine: Engine) -> None:
         """Return once what an engine stores now is published."""
         keys, sub = engine.prompt(1, 2), self.subscribe()
@@ -303,7 +300,7 @@ def test_a_block_is_published_with_tokens_and_parent_at_both_kinds_of_addresses(
 
 
 @contextlib.contextmanager
-def peer_of(directory: Path, replica: str = "p") -> Iterator[Callable[..., dict[str, Any]]]:
+def peer_of(directory: Path, replica: str) -> Iterator[Callable[..., dict[str, Any]]]:
     """Give an end of the node's socket that says anything, registered as a replica."""
     with contextlib.closing(ShardSocket(directory)) as engine:
         ask = partial(engine.call, timeout_s=60, replica=replica, rank=0)
@@ -317,29 +314,18 @@ BAD_CHAINS = [[[b"", HASH, b""]], [GOOD, 7], [{}], {"a": 1}, "chains", 7, None]
 """Not chains of blocks; `check_chain` is tried with more that are none."""
 
 
-def test_what_is_told_in_another_form_costs_itself(node):
-    node.start()
-    engine = node.join()
+def test_what_is_told_in_another_form_or_by_others_costs_itself(node, monkeypatch):
+    shard, engine = node.start(), node.join("r")
+    peer = node.stack.enter_context(peer_of(node.directory, "p"))
     for chains in BAD_CHAINS:
         with pytest.raises(ConfigError):
-            node.peer()("describe", chains=chains)
+            peer("describe", chains=chains)
+    assert peer("describe", chains=[GOOD])["describe"]
+    assert peer("describe", chains=[GOOD], replica="r")["describe"] is None
     node.check(engine)
-
-
-def test_chains_of_no_blocks_count_towards_what_waits(node, monkeypatch):
     monkeypatch.setattr(publisher, "_WAITING_MAX", 10_000)
-    shard = node.start()
-    node.join()
-    node.peer()("describe", chains=[[b"", b"", b""]] * 100)
-    assert shard.status()["events"]["dropped"] == 1
-
-
-def test_only_the_connection_of_a_rank_tells_its_tokens(node):
-    node.start()
-    node.join("r")
-    peer, chains = node.peer(), [GOOD]
-    assert peer("describe", chains=chains)["describe"]
-    assert peer("describe", chains=chains, replica="r")["describe"] is None
+    peer("describe", chains=[[b"", b"", b""]] * 100)
+    assert shard.status()["events"]["dropped"] == 1, "chains of no blocks count, too"
 
 
 def test_of_too_many_namespaces_the_first_are_published(node, monkeypatch):
