@@ -65,18 +65,6 @@ def test_figures_are_taken_from_the_registered_connection_only(replicas):
     assert replicas.status()[0]["counters"] == {"hits": 3}
 
 
-@pytest.mark.parametrize("says_so", [True, False])
-def test_who_has_gone_is_shown_with_the_last_figures_and_reports_no_more(replicas, says_so):
-    assert replicas.report(1, "one", 0, {"hits": 3}, leaving=says_so)
-    if not says_so:
-        replicas.disconnect(1)
-        assert not replicas.report(1, "one", 0, {"hits": 4})
-    (entry,) = replicas.status()
-    assert (entry["connected"], entry["counters"]) == (False, {"hits": 3})
-    assert namespace_id(NAMESPACE.digest()) in replicas.numbers(), "its blocks may be there"
-    replicas.register(1, "two", 0, OTHER_LAYOUT)
-
-
 def test_absurd_ranks_and_figures_are_refused_before_anybody_asks_for_the_status(replicas):
     for rank in (("", 0), ("x" * 257, 0), (7, 0), (["x"], 0), ("x", -1), ("x", "0")):
         with pytest.raises(ConfigError):
@@ -193,13 +181,16 @@ def test_of_hundreds_of_engines_that_come_and_go_few_are_listed_and_all_are_coun
 
 
 @pytest.mark.parametrize("says_so", [True, False])
-def test_who_has_ended_lately_is_listed_and_explained_and_later_is_not(visitors, says_so):
+def test_who_has_ended_reports_no_more_and_is_listed_for_a_while(visitors, says_so):
     visitors.register(1, "pod-1", 0, NAMESPACE)
     visitors.now = 5000.0
-    if says_so:
-        visitors.report(1, "pod-1", 0, {}, leaving=True)
-    visitors.disconnect(1)
+    assert visitors.report(1, "pod-1", 0, {"hits": 3}, leaving=says_so)
+    if not says_so:
+        visitors.disconnect(1)
+    assert not visitors.report(1, "pod-1", 0, {"hits": 4})
     (entry,) = visitors.add_up_at(5000.0 + ENDED_S - 1)
+    assert (entry["connected"], entry["counters"]) == (False, {"hits": 3})
+    assert namespace_id(NAMESPACE.digest()) in visitors.numbers(), "its blocks may be there"
     assert visitors.namespace_of("pod-1", 0) == NAMESPACE
     assert visitors.add_up_at(5000.0 + ENDED_S) == []
     assert visitors.namespace_of("pod-1", 0) is None
