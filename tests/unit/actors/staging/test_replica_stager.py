@@ -93,7 +93,8 @@ async def test_both_nodes_stage_and_the_other_ranks_lease_is_in_its_own_name(pai
     *found, leases = await pair.stage()
     assert found == [12, "not_stored"]
     ((rank, (arena_id, *numbers)),) = leases.items()
-    lease = Lease(**dict(zip(("lease_id", "page", "num_slots", "check"), numbers, strict=True)))
+    lease_id, page, num_slots, check = numbers
+    lease = Lease(lease_id=lease_id, page=page, num_slots=num_slots, check=check)
     assert (rank, arena_id) == (1, pair.ranks[1].arena_id)
     assert fetch(pair.ranks[1], KEYS[:12], lease, part=1)
     assert pair.leased(1) == 12
