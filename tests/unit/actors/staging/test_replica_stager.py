@@ -14,7 +14,6 @@ from kvray.actors.staging.replicas import Reader, prefix_for
 from kvray.actors.staging.stager import Staged
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.store import Arena, Lease, PartRequest
-from kvray.store.arena.layout import READY
 from tests.unit.actors.nodes import Nodes, until
 from tests.unit.actors.small_shard import NAMESPACE
 from tests.unit.store.small_arena import PATIENT_S, SLOT, chain, fetch, store
@@ -75,14 +74,6 @@ def reader_of(rank: int, arena: Arena, *more: PartRequest) -> Reader:
     )
 
 
-def flip_a_byte(arena: Arena, *, depth: int, part: int = 1) -> None:
-    """Change a block that is stored, as broken memory does."""
-    tables = arena.tables
-    ready = (tables.slot_state == READY) & (tables.slot_part == part)
-    (victim,) = (ready & (tables.slot_depth == depth)).nonzero()[0]
-    arena.slot_bytes(int(victim))[7] ^= 1
-
-
 def store_both(pair: Pair, num_blocks: int = 20) -> None:
     for part in (0, 1):
         store(pair.nodes["c"].arena, KEYS[:num_blocks], part=part)
@@ -116,8 +107,8 @@ async def test_a_frozen_shard_of_another_rank_answers_in_time_and_is_left_alone(
 
 async def test_blocks_of_ranks_elsewhere_count_once_they_are_checked_there(pair):
     store(pair.nodes["a"].arena, KEYS, part=0)
-    store(pair.nodes["b"].arena, KEYS, part=1)
-    flip_a_byte(pair.ranks[1], depth=12)
+    stored = store(pair.nodes["b"].arena, KEYS, part=1)
+    pair.ranks[1].slot_bytes(int(stored.slots[12]))[7] ^= 1  # as broken memory does
     for verify_from, expected in (
         (None, (20, "none")),
         (13, (20, "none")),
@@ -133,8 +124,8 @@ async def test_the_windows_of_the_shortest_prefix_are_checked(pair):
         reader = reader_of(rank, pair.ranks[rank], PartRequest(2, window=4))
         pair.nodes.replicas[f"kvray-shard-{name}"].register(1, "r", rank, reader)
         for part in (rank, 2):
-            store(pair.nodes[name].arena, KEYS[:num_blocks], part=part)
-    flip_a_byte(pair.ranks[1], depth=8, part=2)  # far before the windows of all 20
+            stored = store(pair.nodes[name].arena, KEYS[:num_blocks], part=part)
+    pair.ranks[1].slot_bytes(int(stored.slots[8]))[7] ^= 1  # far before the windows of all 20
     assert await pair.stage(verify_from=0) == (0, "corrupt", {})
     assert pair.leased(1) == 0
     valid = await pair.leader.stage("r", 0, PACKED[: 8 * 32], wait_s=2.0, verify_from=0)
