@@ -60,12 +60,11 @@ def slow(full: Nodes) -> Nodes:
     return full
 
 
-def later() -> float:
-    return time.monotonic() + 5
-
-
-def stage(stager: Stager, keys: list[BlockKey] = KEYS, wait_s: float = 5) -> asyncio.Task[Staged]:
-    return asyncio.ensure_future(stager.stage(prefix_of(keys), until=time.monotonic() + wait_s))
+def stage(
+    stager: Stager, keys: list[BlockKey] = KEYS, wait_s: float = 5, *parts: PartRequest, **more: Any
+) -> asyncio.Task[Staged]:
+    asked = prefix_of(keys, *parts, **more)
+    return asyncio.ensure_future(stager.stage(asked, until=time.monotonic() + wait_s))
 
 
 async def move_five(nodes: Nodes) -> None:
@@ -122,8 +121,7 @@ async def test_what_costs_more_than_computing_it_is_left(nodes, stager):
     await stage(stager, large)  # 1.2 MB in 1 ms: the rate is known
     store(nodes["b"].arena, KEYS)
     for seconds, reason in ((1e-9, "cheaper_to_recompute"), (1.0, "none")):
-        asked = prefix_of(KEYS, seconds_per_block=seconds)
-        assert (await stager.stage(asked, until=later())).reason == reason
+        assert (await stage(stager, seconds_per_block=seconds)).reason == reason
 
 
 async def test_who_joins_waits_for_his_blocks_alone_and_gets_them_whoever_gives_up(slow, stager):
@@ -393,17 +391,17 @@ async def test_a_large_stage_comes_in_pieces_and_brings_the_same(nodes, stager, 
     store(nodes["b"].arena, KEYS, part=1)
     for part in (0, 1):
         store(nodes["a"].arena, KEYS[:have], part=part)
-    asks = prefix_of(KEYS, PartRequest(0), PartRequest(1, 4))
-    sizes: list[int] = []
-    present, lease_for, turns = Arena.present, Arena.lease_for, itertools.count()
+    parts, sizes, turns = (PartRequest(0), PartRequest(1, 4)), list[int](), itertools.count()
 
-    def seen(real: Callable[..., Any], size: Callable[[Any, Any], int]) -> Callable[..., Any]:
+    def note(patch: pytest.MonkeyPatch, name: str, size: Callable[[Any, Any], int]) -> None:
+        real = getattr(Arena, name)
+
         def look(arena: Arena, keys: Any, others: Any, **more: Any) -> Any:
             if arena is stager._arena:
                 sizes.append(size(keys, others))
             return real(arena, keys, others, **more)
 
-        return look
+        patch.setattr(Arena, name, look)
 
     async def take_turns() -> None:
         for _ in turns:
@@ -411,14 +409,14 @@ async def test_a_large_stage_comes_in_pieces_and_brings_the_same(nodes, stager, 
 
     task = asyncio.ensure_future(take_turns())
     with monkeypatch.context() as patch:
-        patch.setattr(Arena, "present", seen(present, lambda keys, parts: len(keys) * len(parts)))
-        patch.setattr(Arena, "lease_for", seen(lease_for, lambda _, asked: len(asked[0])))
-        staged = await stager.stage(asks, until=later())
+        note(patch, "present", lambda keys, parts: len(keys) * len(parts))
+        note(patch, "lease_for", lambda _, readers: len(readers[0]))
+        staged = await stage(stager, KEYS, 5, *parts)
     task.cancel()
     assert staged.num_blocks == max(18, have)
     assert max(sizes) <= 20, "a step of a fetch at most"
     assert next(turns) >= len(sizes) // 2
-    held = nodes["a"].arena.lease_for(KEYS, asks.readers)
+    held = nodes["a"].arena.lease_for(KEYS, [parts])
     assert held.num_blocks == staged.num_blocks
     assert all(nodes["a"].arena.tables.slot_leases[slots].min() >= 2 for slots in held.slots)
 
