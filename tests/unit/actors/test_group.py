@@ -75,10 +75,7 @@ def modes(directory: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("group", "expected"),
     [
-        pytest.param(
-            *(None, ("0700", "0600", "0600", "0600")),
-            id="the user's alone, in a directory that others could enter before",
-        ),
+        pytest.param(None, ("0700", "0600", "0600", "0600"), id="the user's alone"),
         pytest.param(
             *(str(GROUP), ("0750", "0660", "0660", "0660")),
             marks=needs_root,
@@ -88,7 +85,7 @@ def modes(directory: Path) -> dict[str, str]:
 )
 def test_files_have_the_modes_of_the_documentation(serve, directory, group, expected):
     if group is None:
-        directory.mkdir(mode=0o777)
+        directory.mkdir(mode=0o777)  # others could enter before
     serve(group=group)
     shared = dict(zip((".", "arena", "lock", "socket"), expected, strict=True))
     assert modes(directory) == shared | {"owner": "0600", "owner.json": "0600"}

@@ -147,7 +147,9 @@ BAD: dict[str, list[dict[str, Any]]] = {
     "hello": [{"extra": 1}, {"connection": 1}],
     "register": [
         {"replica": ["x"]},
-        *({"replica": "x", "namespace": one} for one in (5, NAMESPACE.to_wire() | {"model": 5})),
+        {"replica": "x", "namespace": 5},
+        {"replica": "x", "namespace": {"model": None}},
+        {"replica": "x", "namespace": NAMESPACE.to_wire() | {"model": 5}},
     ],
     "stage": [
         *({"keys": keys} for keys in (b"", bytes(33))),
