@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ class Answer:
     """As Serve's response: an asynchronous iterator, here over events and failures."""
 
     def __init__(self, events: list[Any]) -> None:
-        self.is_cancelled = False
+        self.is_cancelled = self.is_silent = False
         self._events = iter(events)
 
     def cancel(self) -> None:
@@ -55,6 +55,7 @@ class Answer:
         if isinstance(event, Exception):
             raise event
         if event == "silence":
+            self.is_silent = True
             try:
                 await asyncio.Event().wait()
             finally:
@@ -121,31 +122,22 @@ class Handle:
 class Bringer:
     """Notes what is asked of kvray; may never be done with it."""
 
-    def __init__(self, log: list[str], *, is_late: bool = False) -> None:
-        self._log, self._is_late = log, is_late
-        self.is_asked = asyncio.Event()
-        self.brought: Prefetched | None = None
+    def __init__(
+        self, log: list[str], brought: Prefetched | None = None, *, is_late: bool = False
+    ) -> None:
+        self._log, self._brought, self._is_late = log, brought, is_late
 
     async def bring(self, tokens: Any, replica: str, salt: str | None) -> Prefetched | None:
         assert (tokens is HINT.tokens, salt) == (True, HINT.salt)
         self._log.append(f"bring to {replica}")
-        self.is_asked.set()
         if self._is_late:
             await asyncio.Event().wait()
-        return self.brought
+        return self._brought
 
 
-def dispatcher(
-    handle: Any,
-    prefetcher: Bringer | None = None,
-    *,
-    timeout_s: float = 20.0,
-    queued_max: int = 8,
-) -> Dispatcher:
-    options = {"request_timeout_s": timeout_s, "queued_max": queued_max}
+def dispatcher(handle: Any, prefetcher: Any = None, **options: Any) -> Dispatcher:
     made = Dispatcher(handle, Settings(prefetch_timeout_s=0, **options))
-    asked: Any = prefetcher or Bringer(handle.log)
-    made._prefetcher = asked
+    made._prefetcher = prefetcher or Bringer(handle.log)
     return made
 
 
@@ -220,7 +212,7 @@ async def test_a_replica_that_goes_before_the_first_byte_is_replaced_once():
 async def test_a_request_that_fails_has_its_status(handle, timeout_s, status, words, log_ends):
     asked = handle()
     with pytest.raises(RequestError, match=words) as failed:
-        await listen(asked, timeout_s=timeout_s)
+        await listen(asked, request_timeout_s=timeout_s)
     assert failed.value.status == status
     await asyncio.sleep(0)
     assert asked.log[-1:] == log_ends
@@ -253,29 +245,47 @@ async def test_only_requests_that_no_engine_takes_for_a_while_fill_the_queue(mon
     assert len(await ask()) == 2
 
 
+async def leave(listens: Coroutine[Any, Any, Any], *, once: Callable[[], object]) -> None:
+    """Be a client that goes once that is so, while its answer does not come on."""
+    asked = asyncio.create_task(listens)
+    while not once():  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(0.001)
+    asked.cancel()
+    await asyncio.wait({asked})
+    assert asked.cancelled()
+    await asyncio.sleep(0)
+
+
 async def test_a_choice_whose_client_has_gone_is_given_back():
     handle = Handle()
-    prefetcher = Bringer(handle.log, is_late=True)
-    asked = asyncio.create_task(listen(handle, prefetcher))
-    await prefetcher.is_asked.wait()
-    asked.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asked
+    late = Bringer(handle.log, is_late=True)
+    await leave(listen(handle, late), once=lambda: len(handle.log) == 2)
     assert handle.log == ["choose a", "bring to engine-a", "leave a"]
 
 
 async def test_a_client_that_goes_while_it_waits_for_an_engine_leaves_nothing(monkeypatch):
-    monkeypatch.setattr("kvray.serve.dispatch._PLACED_S", 0.05)
+    monkeypatch.setattr("kvray.serve.dispatch._PLACED_S", 0.01)
     handle = Handle(frozen="a")
     made = dispatcher(handle)
-    asked = asyncio.ensure_future(anext(made.forward(ASKED, HINT)))
-    await asyncio.sleep(0.15)
-    assert made._num_queued == 1
-    asked.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asked
-    await asyncio.sleep(0)
+    await leave(anext(made.forward(ASKED, HINT)), once=lambda: made._num_queued == 1)
     assert (made._num_queued, handle.log) == (0, ["leave a"])
+
+
+async def test_a_client_that_goes_as_its_choice_is_given_back_is_gone():
+    handle = Handle(whole("a"))
+    handle.is_slow_to_leave = True
+    await leave(listen(handle), once=lambda: "leave a" in handle.log)
+    assert handle.answers[0].is_cancelled
+    assert handle.decisions.mock_calls[-1] == call.over("request 1", now=ANY)
+
+
+async def test_the_engine_is_told_of_a_client_that_goes_and_no_error_is_logged(caplog):
+    handle = Handle(["engine-a", HEAD, b"te", "silence"])
+    await leave(listen(handle), once=lambda: handle.answers[0].is_silent)
+    assert handle.answers[0].is_cancelled
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.fixture
@@ -286,10 +296,13 @@ def rival_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_choice_that_does_not_come_gets_a_second_one_beside_it(rival_soon):
+    _set_request_context(_internal_request_id="caller's", request_id="client's")
     handle = Handle(whole("b"), frozen="a")
     assert await listen(handle) == [head("b"), b"text"]
     await asyncio.sleep(0)
     assert handle.log == ["choose b", "bring to engine-b", "dispatch b", "leave b", "leave a"]
+    assert _get_serve_request_context()._internal_request_id == "caller's"
+    assert handle.contexts == ["", ""], "each is a request for Serve, which makes ids of its own"
 
 
 async def test_a_request_that_no_router_has_looked_at_waits_once(rival_soon):
@@ -325,30 +338,6 @@ async def test_a_client_that_goes_as_a_piece_comes_is_gone(turns):
     assert handle.answers[0].is_cancelled
 
 
-async def leave(handle: Handle) -> None:
-    """Be a client that goes while its answer does not come on; the engine is told."""
-    asked = asyncio.create_task(listen(handle))
-    await asyncio.sleep(0.05)
-    asked.cancel()
-    await asyncio.wait({asked})
-    assert handle.answers[0].is_cancelled
-
-
-async def test_a_client_that_goes_as_its_choice_is_given_back_is_gone():
-    handle = Handle(whole("a"))
-    handle.is_slow_to_leave = True
-    await leave(handle)
-    await asyncio.sleep(0)
-    assert handle.decisions.mock_calls[-1] == call.over("request 1", now=ANY)
-
-
-async def test_a_client_that_goes_leaves_no_error_in_the_log(caplog):
-    await leave(Handle(["engine-a", HEAD, b"te", "silence"]))
-    await asyncio.sleep(0.01)
-    gc.collect()
-    assert "never retrieved" not in caplog.text
-
-
 async def test_a_request_that_was_given_up_is_over_also_if_the_router_decides_later():
     routed, decisions = Routed(), Mock()
     routed.over()
@@ -359,9 +348,8 @@ async def test_a_request_that_was_given_up_is_over_also_if_the_router_decides_la
 
 async def test_what_was_brought_is_told_as_tokens_that_are_near():
     handle = Handle(whole("a"))
-    prefetcher = Bringer(handle.log)
-    prefetcher.brought = Prefetched(num_tokens=32, staged_tokens=0, reason="none")
-    (found, _) = await listen(handle, prefetcher)
+    brought = Prefetched(num_tokens=32, staged_tokens=0, reason="none")
+    (found, _) = await listen(handle, Bringer(handle.log, brought))
     assert found == head("a", **{"x-kvray-cached-tokens": "3"}), "of a prompt of three tokens"
 
 
@@ -390,14 +378,6 @@ async def test_a_choice_that_comes_with_the_used_one_goes_back(rival_soon):
     assert sum("dispatch" in line for line in handle.log) == 1
 
 
-async def test_each_choice_is_a_request_of_its_own_for_serve(rival_soon):
-    _set_request_context(_internal_request_id="caller's", request_id="client's")
-    handle = Handle(whole("b"), frozen="a")
-    await listen(handle)
-    assert _get_serve_request_context()._internal_request_id == "caller's"
-    assert handle.contexts == ["", ""], "Serve makes one of its own"
-
-
 BROUGHT = Prefetched(num_tokens=2, staged_tokens=2, reason="none")
 
 
@@ -419,45 +399,38 @@ class Client:
 
 
 @pytest.fixture
-def prefetcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Prefetcher]:
+def client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """What a prefetcher asks; its `bring` has the prefetcher bring a prompt to replicas."""
     monkeypatch.setattr(kvray.serve.dispatch, "Client", Client)
     config = tmp_path / "kvray.yaml"
     config.write_text("cluster_name: test\n")
-    made = Prefetcher(Settings(kvray_config=config, prefetch_timeout_s=0.1))
-    yield made
-    made._threads.shutdown()
+    prefetcher = Prefetcher(Settings(kvray_config=config, prefetch_timeout_s=0.1))
+
+    async def bring(*replicas: str) -> list[Prefetched | None]:
+        return [await prefetcher.bring([1, 2], name, "acme/1") for name in replicas]
+
+    client: Any = prefetcher._client
+    client.bring = bring
+    yield client
+    client.is_free.set()
+    prefetcher._threads.shutdown()
 
 
-@pytest.fixture
-def client(prefetcher: Prefetcher) -> Any:
-    """What the prefetcher asks."""
-    return prefetcher._client
-
-
-async def bring(prefetcher: Prefetcher, *replicas: str) -> list[Prefetched | None]:
-    return [await prefetcher.bring([1, 2], name, "acme/1") for name in replicas]
-
-
-async def test_a_node_that_fails_is_left_alone_and_the_others_are_not(prefetcher, client):
+async def test_a_node_that_fails_is_left_alone_and_the_others_are_not(client):
     client.failures["a"] = ShardUnavailable("No answer.")
-    assert await bring(prefetcher, "a", "a", "b") == [None, None, BROUGHT]
+    assert await client.bring("a", "a", "b") == [None, None, BROUGHT]
     assert client.asked == [("a", "acme/1"), ("b", "acme/1")], "with its salt"
 
 
-async def test_a_late_answer_is_not_waited_for_twice(prefetcher, client):
+async def test_a_late_answer_is_not_waited_for_twice(client):
     client.is_free.clear()
-    try:
-        assert await bring(prefetcher, "a", "a") == [None, None]
-    finally:
-        client.is_free.set()
+    assert await client.bring("a", "a") == [None, None]
     assert [name for name, _ in client.asked] == ["a"]
 
 
-async def test_a_request_that_cannot_be_prefetched_costs_the_others_nothing(
-    prefetcher, client, caplog
-):
+async def test_a_request_that_cannot_be_prefetched_costs_the_others_nothing(client, caplog):
     client.failures["a"] = ConfigError("The prompt names no tenant.")
-    assert await bring(prefetcher, "a", "a") == [None, None]
+    assert await client.bring("a", "a") == [None, None]
     client.failures.clear()
-    assert await bring(prefetcher, "a") == [BROUGHT]
+    assert await client.bring("a") == [BROUGHT]
     assert caplog.text.count("names no tenant") == 1, "once is enough"
