@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvray.identity.block import BlockKey, split_keys
 from kvray.identity.keys import chain_packed, pack
 from kvray.node import BlockTokens, EngineLog, PromptCounts, PromptNotes, engine_log
-from kvray.store.sizing.prompts import BLOCKS_MAX, KEYS_MAX, LIMIT_MAX
+from kvray.store.sizing.prompts import BLOCKS_MAX, KEYS_MAX, LIMIT_MAX, SampledPrompts
 from kvray.trace.request_note import NOTES_MAX, RequestNote, unpack
 from tests.examples import examples
 
@@ -22,10 +22,15 @@ def reported(log: EngineLog) -> list[RequestNote]:
     return [unpack(one) for one in log.drain()["requests"]]
 
 
-def test_what_was_noted_is_taken_once_in_its_order_and_what_could_not_be_reported_first():
+def noted(*numbers: int) -> EngineLog:
     log = EngineLog()
-    for number in (3, 1):
+    for number in numbers:
         log.note(note(number))
+    return log
+
+
+def test_what_was_noted_is_taken_once_in_its_order_and_what_could_not_be_reported_first():
+    log = noted(3, 1)
     assert [one.request_id for one in reported(log)] == [3, 1]
     log.note(note(2))
     log.give_back()
@@ -34,17 +39,13 @@ def test_what_was_noted_is_taken_once_in_its_order_and_what_could_not_be_reporte
 
 
 def test_a_request_that_is_asked_about_again_with_the_same_end_is_noted_once():
-    log = EngineLog()
-    log.note(note(1))
-    log.note(note(1))
+    log = noted(1, 1)
     log.note(note(1, end=4))
     assert [one.end for one in reported(log)] == [0, 4]
 
 
 def test_notes_that_nobody_takes_are_bounded_and_the_latest_stay():
-    log = EngineLog()
-    for number in range(2000):
-        log.note(note(number))
+    log = noted(*range(2000))
     assert len(reported(log)) == NOTES_MAX
     log.give_back()
     taken = []
@@ -54,10 +55,7 @@ def test_notes_that_nobody_takes_are_bounded_and_the_latest_stay():
 
 
 def test_a_number_that_no_frame_carries_costs_its_own_note_only():
-    log = EngineLog()
-    for number in (1, 2**70, 2):
-        log.note(note(number))
-    assert [one.request_id for one in reported(log)] == [1, 2]
+    assert [one.request_id for one in reported(noted(1, 2**70, 2))] == [1, 2]
 
 
 def keys(count: int, seed: int = 0) -> list[BlockKey]:
@@ -71,8 +69,9 @@ def heard(limit: int = LIMIT_MAX) -> PromptNotes:
     return notes
 
 
-def number(key: BlockKey) -> int:
-    return int.from_bytes(key[:8], "little")
+def all_of(notes: PromptNotes) -> list[SampledPrompts]:
+    """Return what each report has."""
+    return list(iter(notes.take, None))
 
 
 def test_nothing_is_looked_at_before_the_shard_has_said_what_it_wants():
@@ -87,20 +86,22 @@ def test_nothing_is_looked_at_before_the_shard_has_said_what_it_wants():
 
 
 def test_a_sample_has_the_keys_below_the_limit_and_the_sums_of_all():
-    now = [100.0]
+    now, limit = [100.0], 2**63
     notes = PromptNotes(lambda: now[0])
-    first, second = keys(50, 1), keys(60, 2)
-    limit = 2**63
     notes.hear(limit)
+    first, second = keys(50, 1), keys(60, 2)
     notes.note(first, PromptCounts(1600, 45, 10, 20, 2, 5))
     now[0] += 2.5
     notes.note(second, PromptCounts(1920, 60, hit=99, disk=50, remote=70))
     taken = notes.take()
-    below = [[number(key) for key in some if number(key) <= limit] for some in (first, second)]
-    assert taken.keys.tolist() == below[0] + below[1]
-    asked = sum(number(key) <= limit for key in first[:45])
-    own = sum(number(key) <= limit for key in first[:10])
-    assert taken.lengths.tolist() == [[len(below[0]), asked, own], [len(below[1])] * 2 + [0]]
+
+    def below(some: list[BlockKey]) -> list[int]:
+        numbers = (int.from_bytes(key[:8], "little") for key in some)
+        return [number for number in numbers if number <= limit]
+
+    assert taken.keys.tolist() == below(first) + below(second)
+    lengths = [len(below(some)) for some in (first, first[:45], first[:10], second, second, [])]
+    assert taken.lengths.ravel().tolist() == lengths
     assert (taken.num_blocks, taken.num_own, taken.num_tokens) == (105, 10, 3520)
     assert (taken.num_hit, taken.num_disk) == (20 + 60, 2 + 50), "no more than it has"
     assert taken.num_remote == 5 + 10
@@ -129,12 +130,9 @@ def test_a_report_has_a_bound_and_the_next_one_has_the_rest():
     prompt = keys(10_000)
     for _ in range(5):
         notes.note(prompt, PromptCounts(320_000, len(prompt)))
-    counts = []
-    while (taken := notes.take()) is not None:
-        assert len(taken.keys) <= KEYS_MAX
-        counts.append(len(taken.ages))
-    assert sum(counts) == 5
-    assert len(counts) > 1
+    reports = all_of(notes)
+    assert max(len(one.keys) for one in reports) <= KEYS_MAX
+    assert sum(len(one.ages) for one in reports) == 5
 
 
 def test_prompts_beyond_the_bound_are_lost_and_the_shard_is_told_once():
@@ -142,11 +140,9 @@ def test_prompts_beyond_the_bound_are_lost_and_the_shard_is_told_once():
     prompt = keys(1000)
     for _ in range(1000):
         notes.note(prompt, PromptCounts(32_000, len(prompt)))
-    seen, lost = 0, 0
-    while (taken := notes.take()) is not None:
-        seen += taken.num_blocks // 1000
-        lost += taken.num_lost
-    assert seen + lost == 1000
+    reports = all_of(notes)
+    seen = sum(one.num_blocks for one in reports) // 1000
+    assert seen + sum(one.num_lost for one in reports) == 1000
     assert 100 < seen < 200
     notes.note(prompt, PromptCounts(32_000, len(prompt)))
     assert notes.take().num_lost == 0
@@ -156,13 +152,13 @@ SIZE = 4
 SEED = bytes(32)
 
 
-def prompt(*blocks: int, tail: int = 0) -> list[int]:
-    return [block for block in blocks for _ in range(SIZE)] + [0] * tail
+def prompt(*blocks: int) -> list[int]:
+    return [block for block in blocks for _ in range(SIZE)]
 
 
-def tell(tokens: BlockTokens, *blocks: int, tail: int = 0):
+def tell(tokens: BlockTokens, *blocks: int):
     """Note a prompt as a request does, and return its keys."""
-    packed = pack(prompt(*blocks, tail=tail))
+    packed = pack(prompt(*blocks))
     keys = chain_packed(packed, tokens_per_block=SIZE, seed=SEED)
     tokens.note(keys, 0, packed)
     return keys
@@ -181,26 +177,21 @@ def told(chains) -> dict[bytes, tuple[bytes, tuple[int, ...]]]:
     return found
 
 
-def asked(generation: int = 1) -> BlockTokens:
+def asked() -> BlockTokens:
     tokens = BlockTokens()
-    tokens.hear(generation)
+    tokens.hear(1)
     return tokens
 
 
-def test_nothing_is_noted_for_a_shard_that_publishes_nothing():
-    tokens = BlockTokens()
-    tell(tokens, 1, 2)
-    tokens.hear(None)
-    tell(tokens, 1, 2)
-    tokens.hear(7)
-    assert tokens.take(SIZE) == []
-
-
-def test_what_was_noted_before_the_shard_has_answered_is_told():
+@pytest.mark.parametrize("publishes", [True, False])
+def test_what_was_noted_before_the_shard_has_answered_is_told_if_it_publishes(publishes):
     tokens = BlockTokens()
     keys = tell(tokens, 1, 2)
+    if not publishes:
+        tokens.hear(None)
+        tell(tokens, 1, 2)
     tokens.hear(7)
-    assert set(told(tokens.take(SIZE))) == {key[:8] for key in keys}
+    assert set(told(tokens.take(SIZE))) == ({key[:8] for key in keys} if publishes else set())
 
 
 def test_blocks_that_become_full_while_a_request_runs_are_told_with_their_parent():
@@ -212,18 +203,15 @@ def test_blocks_that_become_full_while_a_request_runs_are_told_with_their_parent
     assert told(tokens.take(SIZE))[keys[2][:8]] == (keys[1][:8], (3,) * SIZE)
 
 
-@pytest.mark.parametrize(
-    "happens",
-    [
-        pytest.param(lambda tokens: tokens.hear(2), id="another generation"),
-        pytest.param(lambda tokens: tokens.forget(), id="what could not be told"),
-    ],
-)
-def test_all_is_told_again_with_the_next_prompt(happens):
+@pytest.mark.parametrize("again", ["another generation", "what could not be told"])
+def test_all_is_told_again_with_the_next_prompt(again):
     tokens = asked()
     tell(tokens, 1, 2)
     tokens.take(SIZE)
-    happens(tokens)
+    if again == "another generation":
+        tokens.hear(2)
+    else:
+        tokens.forget()
     keys = tell(tokens, 1, 2)
     assert set(told(tokens.take(SIZE))) == {key[:8] for key in keys}
 

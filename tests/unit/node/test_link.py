@@ -31,26 +31,22 @@ from tests.unit.store.small_arena import acquire, chain, fetch, release, spec, s
 from tests.waiting import HANG_S, wait_for
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "kvray-link"]
+def threads(name: str = "kvray-link") -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == name}
 
 
 # -- attaching ------------------------------------------------------------------------------------
 
 
-def test_a_link_has_the_arena_at_once_and_logs_its_id(shard, make_link, caplog):
-    caplog.set_level(logging.INFO, logger="kvray.node")
-    assert make_link().arena is not None
-    assert f"attached to arena {shard.status()['arena']['arena_id']}" in caplog.text
-
-
 def test_an_engine_that_started_before_its_shard_attaches_by_itself(make_shard, make_link, caplog):
+    caplog.set_level(logging.INFO, logger="kvray.node")
     link = make_link()
     assert link.arena is None
     time.sleep(0.1)
-    shard = make_shard()
-    assert arena_of(link).arena_id == shard.status()["arena"]["arena_id"]
-    assert caplog.text.count("no tier yet") == 1
+    arena_id = make_shard().status()["arena"]["arena_id"]
+    assert arena_of(link).arena_id == arena_id
+    for said in ("no tier yet", f"attached to arena {arena_id}"):
+        assert caplog.text.count(said) == 1
 
 
 def test_all_who_ask_in_one_process_share_a_link(shard, make_link):
@@ -68,7 +64,7 @@ def test_the_last_user_ends_the_thread_and_the_holder_and_the_next_link_is_a_new
     first.detach()
     assert second.arena is not None
     second.detach()
-    assert threads() == []
+    assert not threads()
     assert second.arena is None
     assert shard.status()["arena"]["holders"] == 0
     third = make_link()
@@ -192,16 +188,15 @@ def test_a_full_holder_table_is_tried_again(make_shard, make_link, directory):
 # -- populating -----------------------------------------------------------------------------------
 
 
-def populators() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "kvray-populate"]
+def populators() -> set[threading.Thread]:
+    return threads("kvray-populate")
 
 
-def test_a_link_maps_its_arena_in_the_background(shard, make_link, directory):
-    figures = ArenaPages(directory / "arena")
-    link = make_link()
-    wait_for(lambda: link.arena and not populators(), "populating")
-    mapped = figures.figures()["mapped_bytes"]
-    assert mapped >= arena_of(link).tables.geometry.file_bytes
+def test_a_link_maps_its_arena_in_the_background(link, directory):
+    arena = arena_of(link)
+    wait_for(lambda: not populators(), "populating")
+    mapped = ArenaPages(directory / "arena").figures()["mapped_bytes"]
+    assert mapped >= arena.tables.geometry.file_bytes
 
 
 @pytest.fixture
@@ -223,7 +218,7 @@ def slow_populating(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_populating_ends_with_the_link(shard, make_link):
     of_the_shard = populators()
     link = make_link()
-    assert set(populators()) > set(of_the_shard)
+    assert populators() > of_the_shard
     link.detach()
     assert populators() == of_the_shard
 
@@ -236,12 +231,6 @@ def test_populating_ends_with_the_arena(slow_populating, shard, make_link):
 
 
 # -- deferring ------------------------------------------------------------------------------------
-
-
-def test_a_deferred_action_is_tried_until_it_succeeds(link):
-    done, tries = threading.Event(), iter([False, False, True])
-    link.defer(arena_of(link), lambda _: next(tries) and (done.set() or True))
-    assert done.wait(HANG_S)
 
 
 def test_an_action_that_has_become_void_keeps_no_other_waiting(link):

@@ -47,7 +47,10 @@ def ask(calls: StageCalls, wait_s: float = 5.0) -> StageReply:
     return calls.stage(KEYS, replica="one", rank=2, wait_s=wait_s, tokens_per_s=1000.0)
 
 
-def silent(heard: list[dict[str, Any]]) -> Script:
+Requests = list[dict[str, Any]]
+
+
+def silent(heard: Requests) -> Script:
     """Return a script that answers nothing until it is hung up on."""
 
     def play(connection: socket.socket) -> None:
@@ -57,31 +60,26 @@ def silent(heard: list[dict[str, Any]]) -> Script:
     return play
 
 
-def sending(data: bytes) -> Script:
-    """Return a script that answers one request with `data`."""
+def sending(*answers: bytes, heard: Requests | None = None, after_s: float = 0.0) -> Script:
+    """Return a script that answers one request after the other, and notes what it `heard`."""
 
     def play(connection: socket.socket) -> None:
-        request_on(connection)  # else it may have hung up before it was asked
-        connection.sendall(data)
-
-    return play
-
-
-def answering(*replies: dict[str, Any], heard: list[dict[str, Any]] | None = None) -> Script:
-    """Return a script that answers one request after the other."""
-
-    def play(connection: socket.socket) -> None:
-        for reply in replies:
+        for answer in answers:
             request = request_on(connection)
             if heard is not None:
                 heard.append(request)
-            connection.sendall(wire.encode({"ok": True, **reply}))
+            time.sleep(after_s)
+            connection.sendall(answer)
 
     return play
 
 
+def answering(*replies: dict[str, Any], **options: Any) -> Script:
+    return sending(*(wire.encode({"ok": True, **reply}) for reply in replies), **options)
+
+
 def test_the_shard_hears_what_is_wanted_by_whom_and_until_when(peer, calls):
-    heard: list[dict[str, Any]] = []
+    heard: Requests = []
     peer.scripts = [answering({"num_blocks": 4, "reason": "too_slow"}, heard=heard)]
     assert ask(calls) == StageReply(num_blocks=4, reason="too_slow")
     assert heard[0].pop("wait_s") < 5.0
@@ -173,29 +171,26 @@ def test_a_full_backlog_does_not_hold_the_scheduler_up(directory, calls):
 
 
 def test_a_shard_that_cannot_find_out_is_left_alone(peer, calls):
-    reply = {"num_blocks": 0, "reason": "store_down"}
-    peer.scripts = [answering(*[reply] * 6)]
-    for _ in range(6):
-        assert ask(calls) == GONE
+    peer.scripts = [answering(*[{"num_blocks": 0, "reason": "store_down"}] * 6)]
+    assert [ask(calls) for _ in range(6)] == [GONE] * 6
     assert not calls.can_ask
 
 
 def test_the_shard_hears_once_whose_answers_did_not_arrive(peer, calls):
     """It may have leased for ranks on other nodes, which nobody would ever release."""
-    lost: list[dict[str, Any]] = []
-    heard: list[dict[str, Any]] = []
+    lost: Requests = []
+    heard: Requests = []
     reply = {"num_blocks": 0, "reason": "not_stored"}
     peer.scripts = [silent(lost), answering(reply, reply, heard=heard)]
-    ask(calls, wait_s=0.1)
-    ask(calls)
-    ask(calls)
+    for wait_s in (0.1, 5.0, 5.0):
+        ask(calls, wait_s)
     assert [request["unread"] for request in heard] == [[lost[0]["token"]], []]
     assert peer.connections == 2
     assert len({request["token"] for request in lost + heard}) == 3
 
 
 def test_a_prompt_that_fills_more_than_a_frame_is_asked_about_in_part(peer, calls):
-    heard: list[dict[str, Any]] = []
+    heard: Requests = []
     peer.scripts = [answering({"num_blocks": 1, "reason": "none"}, heard=heard)]
     many = [KEYS[0]] * 200_000
     calls.stage(many, replica="one", rank=0, wait_s=5.0, tokens_per_s=0.0)
@@ -253,12 +248,7 @@ def test_an_answer_that_came_in_time_counts_though_nobody_looked_before_the_dead
 
 
 def test_a_late_reply_is_never_taken_for_the_next_one(peer, client):
-    def late(connection: socket.socket) -> None:
-        request_on(connection)
-        time.sleep(0.3)
-        connection.sendall(wire.encode({"ok": True, "n": 1}))
-
-    peer.scripts = [late, echo]
+    peer.scripts = [answering({"n": 1}, after_s=0.3), echo]
     with pytest.raises(ShardUnavailable):
         client.call("echo", timeout_s=0.1, n=1)
     assert client.call("echo", timeout_s=5, n=2)["n"] == 2
@@ -298,7 +288,7 @@ def test_it_works_with_descriptors_above_what_select_takes(peer, client):
 
 
 def test_a_call_that_waits_can_be_interrupted_and_the_next_one_is_answered(peer, client):
-    heard: list[dict[str, Any]] = []
+    heard: Requests = []
     peer.scripts = [silent(heard), echo]
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(client.call, "hello", timeout_s=600)

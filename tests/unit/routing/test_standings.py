@@ -26,20 +26,13 @@ BLOCK = 32
 NAMES = ("a", "b", "c", "d")
 
 
-def survey(
-    prompt: str, num_blocks: int, *, held: int = 0, on: str = "node-a", shared: int = 0
-) -> Survey:
-    """Return the survey of a prompt of which a node holds the first `held` blocks.
-
-    The first `shared` are the same in all prompts.
-    """
-    held_there = (Stretch(num_tokens=held * BLOCK, holders={on: "host"}),) if held else ()
+def survey(prompt: str, num_blocks: int, *, held: int = 0) -> Survey:
+    """Return the survey of a prompt of which the node of `a` holds the first `held` blocks."""
+    held_there = (Stretch(num_tokens=held * BLOCK, holders={"node-a": "host"}),) if held else ()
     return Survey(
         tokens_per_block=BLOCK,
         token_bytes=16_384,
-        words=tuple(
-            f"{prompt if block >= shared else ''} {block}".encode() for block in range(num_blocks)
-        ),
+        words=tuple(f"{prompt} {block}".encode() for block in range(num_blocks)),
         stretches=held_there,
     )
 
@@ -71,6 +64,14 @@ def route(
     return choice
 
 
+def parts(
+    made: ReplicaLoads, what: str, found: Survey, now: float = 0.0, at: list[Place] | None = None
+) -> dict[str, float]:
+    """Return a part of what a prompt would cost on each replica."""
+    choice = made.choose(at or places(), len(found.words) * BLOCK, found, now=now)
+    return {one.cost.replica: getattr(one.cost, what) for one in choice.ranked}
+
+
 def test_a_prompt_goes_back_to_the_pool_that_has_it_most_likely():
     made = loads()
     first = route(made, survey("p", 100), 1, 0.0).replica
@@ -79,20 +80,10 @@ def test_a_prompt_goes_back_to_the_pool_that_has_it_most_likely():
 
 
 def test_when_the_queue_costs_more_than_copying_the_next_one_gets_prompt_and_blocks():
-    made, found = loads(), survey("p", 300, held=299, on="node-a")
+    made, found = loads(), survey("p", 300, held=299)
     for number in range(3):
-        route(made, survey(f"other {number}", 3000, held=2999, on="node-a"), number, 0.0)
+        route(made, survey(f"other {number}", 3000, held=2999), number, 0.0)
     assert route(made, found, 10, 0.0).replica != "a"
-
-
-def test_one_prefix_in_all_prompts_does_not_keep_them_on_one_replica():
-    made, now = loads(), 0.0
-    counts: Counter[str] = Counter()
-    for number in range(400):
-        found = survey(f"question {number}", 60, held=50, shared=50)
-        counts[route(made, found, number, now).replica] += 1
-        now += 0.05
-    assert max(counts.values()) <= 1.4 * 100
 
 
 def test_a_replica_that_is_measured_slow_gets_less():
@@ -104,32 +95,18 @@ def test_a_replica_that_is_measured_slow_gets_less():
     assert counts["a"] < min(counts[name] for name in "bcd")
 
 
-def test_what_is_due_waits_no_longer_and_an_end_is_noted_once():
-    made, found = loads(), survey("p", 100)
-    route(made, found, 1, 0.0)
-    assert max(one.cost.queue_s for one in made.choose(places(), 3200, found, now=0.1).ranked) > 0
-    made.done("1", 0.2)
-    made.done("1", 0.2)
-    made.done("of nobody", 0.2)
-    after = made.choose(places(), 3200, found, now=10.0)
-    assert all(one.cost.queue_s == 0.0 for one in after.ranked)
-
-
 def test_answers_under_way_make_a_prompt_longer_there():
     made, found = loads(), survey("p", 100)
     speed = {"prefill_tokens_per_s": 10_000.0, "decode_slowdown": 0.5}
     slow = [replace(one, **speed) for one in places()]
     first = route(made, found, 1, 0.0, slow, is_told=True)
     made.first_token("1", 0.4)
-
-    def computed() -> dict[str, float]:
-        choice = made.choose(slow, 3200, survey("q", 100), now=0.5)
-        return {one.cost.replica: one.cost.compute_s for one in choice.ranked}
-
-    assert computed()[first.replica] == pytest.approx(0.48)
-    assert sorted(computed().values())[:3] == pytest.approx([0.32] * 3)
+    computed = parts(made, "compute_s", survey("q", 100), 0.5, slow)
+    assert computed.pop(first.replica) == pytest.approx(0.48)
+    assert list(computed.values()) == pytest.approx([0.32] * 3)
     made.done("1", 5.0)
-    assert list(computed().values()) == pytest.approx([0.32] * 4)
+    computed = parts(made, "compute_s", survey("q", 100), 0.5, slow)
+    assert list(computed.values()) == pytest.approx([0.32] * 4)
 
 
 def test_speeds_that_differ_by_chance_leave_no_replica_idle():
@@ -155,14 +132,9 @@ def test_an_idle_replica_that_stays_keeps_what_lately_came():
     made, found = loads(), survey("p", 100)
     replica = route(made, found, 1, 0.0).replica
     made.done("1", 0.1)
-
-    def crowds() -> dict[str, float]:
-        choice = made.choose(places(), 3200, found, now=0.2)
-        return {one.cost.replica: one.cost.utilization for one in choice.ranked}
-
-    before = crowds()
+    before = parts(made, "utilization", found, 0.2)
     made.retain(NAMES)
-    assert crowds() == before
+    assert parts(made, "utilization", found, 0.2) == before
     assert before[replica] > 0
 
 
@@ -172,27 +144,18 @@ def told(num_tokens: int, *, is_sure: bool = True) -> list[Place]:
     return [replace(one, pool=pools.get(one.replica)) for one in places()]
 
 
-def pool_tokens(made: ReplicaLoads, at: list[Place], found: Survey) -> dict[str, int]:
-    choice = made.choose(at, len(found.words) * BLOCK, found, now=0.0)
-    return {one.cost.replica: one.cost.pool_tokens for one in choice.ranked}
-
-
-def test_what_an_engine_has_evicted_counts_no_longer_though_it_was_sent_there():
-    made, found = loads(), survey("p", 100)
-    route(made, found, 1, 0.0, told(99 * BLOCK))
-    made.done("1", 1.0)
-    assert pool_tokens(made, told(10 * BLOCK), found)["c"] == 10 * BLOCK
-    unsure = told(10 * BLOCK, is_sure=False)
-    assert pool_tokens(made, unsure, found)["c"] == 100 * BLOCK - 1, "it may be there untold"
-
-
-def test_a_prompt_under_way_counts_before_its_engine_tells_of_it():
+def test_a_prompt_counts_while_it_is_under_way_and_then_as_far_as_its_engine_tells_of_it():
     made, found = loads(), survey("p", 100)
     choice = route(made, found, 1, 0.0, told(50 * BLOCK))
     assert (choice.replica, choice.cost.pool_tokens) == ("c", 50 * BLOCK)
-    assert pool_tokens(made, told(0), found)["c"] == 100 * BLOCK - 1
+
+    def in_pool(at: list[Place]) -> float:
+        return parts(made, "pool_tokens", found, at=at)["c"]
+
+    assert in_pool(told(0)) == 100 * BLOCK - 1
     made.done("1", 1.0)
-    assert pool_tokens(made, told(0), found)["c"] == 0
+    assert [in_pool(told(blocks * BLOCK)) for blocks in (0, 10)] == [0, 10 * BLOCK]
+    assert in_pool(told(10 * BLOCK, is_sure=False)) == 100 * BLOCK - 1, "it may be there untold"
 
 
 def test_blocks_are_here_while_a_prompt_with_them_is_under_way():
@@ -318,22 +281,16 @@ def test_a_request_is_followed_from_its_choice_to_its_first_token(router):
     assert router.total("first_token_error_seconds_bucket_total", "+Inf") == 1
 
 
-def test_work_waits_until_its_first_token_if_somebody_tells(router):
-    router.begin("told")
-    router.decisions.sent("told", "a", now=0.0)
-    waiting = router.choice(60.0)
-    (costs,) = [one.cost for one in waiting.ranked if one.cost.replica == "a"]
-    assert costs.queue_s > 0.0, "what it was to take has passed, and it still runs"
-    router.decisions.first_token("told", now=61.0)
+@pytest.mark.parametrize("is_told", [True, False])
+def test_work_waits_until_its_first_token_or_if_nobody_tells_until_it_is_due(router, is_told):
+    router.begin("one", is_told=is_told)
+    router.decisions.sent("one", "a", now=0.0)
+    queues = [parts(router.loads, "queue_s", SURVEY, now)["a"] for now in (0.1, 60.0)]
+    assert [queue_s > 0 for queue_s in queues] == [True, is_told], "it may run for longer than due"
+    if is_told:
+        router.decisions.first_token("one", now=61.0)
     assert len(router.loads._loads["a"]) == 0
-
-
-def test_work_ends_when_it_is_due_if_nobody_tells(router):
-    router.begin("untold", is_told=False)
-    router.decisions.sent("untold", "a", now=0.0)
-    router.choice(60.0)
-    assert len(router.loads._loads["a"]) == 0
-    router.decisions.over("untold", now=61.0)
+    router.decisions.over("one", now=61.0)
 
 
 def test_the_replica_that_took_it_has_the_work_and_the_blocks(router):

@@ -3,10 +3,9 @@
 import importlib
 import json
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import Mock
+from typing import Any, ClassVar
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -35,15 +34,18 @@ def test_values_of_a_command_line_are_read_as_those_of_a_file(engines):
     assert Settings.model_validate(told).model_dump(include={*read}) == read
 
 
-@pytest.mark.parametrize("options", ["num_blocks=128", "[128]"])
-def test_options_that_are_no_json_object_are_refused(options):
-    with pytest.raises(ValidationError, match="engine_options"):
-        Settings.model_validate({"engine_options": options})
-
-
-def test_engines_are_of_a_number_or_scaled_by_serve():
-    with pytest.raises(ValidationError, match="exclude each other"):
-        Settings(autoscaling_config=SCALED, num_replicas=2)
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"engine_options": "num_blocks=128"}, "engine_options"),
+        ({"engine_options": "[128]"}, "engine_options"),
+        ({"autoscaling_config": SCALED, "num_replicas": 2}, "exclude each other"),
+        ({"engine": "vllm", "pool_events": True}, "vLLM publishes by itself"),
+    ],
+)
+def test_settings_that_are_wrong_or_contradict_each_other_are_refused(settings, words):
+    with pytest.raises(ValidationError, match=words):
+        Settings.model_validate(settings)
 
 
 def test_an_ingress_that_is_replaced_gives_its_answers_to_the_end():
@@ -65,6 +67,7 @@ def router(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = object.__new__(KvRayRouter)
     made._deployment_id = DeploymentID(name="Engine", app_name="kvray")
     made.initialize_state()
+    monkeypatch.setattr(made._loads, "start", lambda: None)
     return made
 
 
@@ -85,11 +88,7 @@ def test_token_ids_are_found_and_salt_and_adapter_as_parts_of_their_keys(args, k
 
 @pytest.mark.anyio
 async def test_a_defect_as_a_router_decides_costs_no_request(router, monkeypatch):
-    async def survey(*_: Any, **__: Any) -> None:
-        raise KeyError
-
-    monkeypatch.setattr(router._surveys, "survey", survey)
-    monkeypatch.setattr(router._loads, "start", lambda: None)
+    monkeypatch.setattr(router._surveys, "survey", AsyncMock(side_effect=KeyError))
     replica, asked = Mock(), Mock(args=[[1, 2]], kwargs={})
     assert await router.choose_replicas([replica], asked) == [[replica]]
 
@@ -97,7 +96,6 @@ async def test_a_defect_as_a_router_decides_costs_no_request(router, monkeypatch
 @pytest.mark.anyio
 @pytest.mark.parametrize("is_told", [True, False])
 async def test_the_first_token_of_a_whole_answer_comes_when_it_is_due(router, monkeypatch, is_told):
-    monkeypatch.setattr(router._loads, "start", lambda: None)
     monkeypatch.setattr(router, "_decisions", decisions := Mock())
     decisions.order.return_value = None
     asked = Mock(args=[], kwargs={"kvray_routed": Routed(is_told=is_told)})
@@ -133,26 +131,13 @@ def test_serve_pickles_the_routers_module_by_value_and_what_an_ingress_tells_it_
 
 
 class Backend:
-    """As that of ray.serve.llm."""
+    """As that of ray.serve.llm, whose factory makes some of their classes."""
+
+    classes: ClassVar[dict[str, str]] = {}
+    is_registered, register_backend = classes.__contains__, classes.__setitem__
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.kv_transfer_config = config
-
-
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """What `kvray.serve.llm` registers with ray.serve.llm, for which there are stand-ins."""
-    found: dict[str, str] = {}
-    factory = SimpleNamespace(is_registered=found.__contains__, register_backend=found.__setitem__)
-    transfer = "ray.llm._internal.serve.engines.vllm.kv_transfer"
-    base = SimpleNamespace(DefaultConnectorBackend=Backend)
-    monkeypatch.setitem(sys.modules, f"{transfer}.base", base)
-    module = SimpleNamespace(KVConnectorBackendFactory=factory)
-    monkeypatch.setitem(sys.modules, f"{transfer}.factory", module)
-    monkeypatch.delitem(sys.modules, "kvray.serve.llm", raising=False)
-    importlib.import_module("kvray.serve.llm")
-    yield found
-    del sys.modules["kvray.serve.llm"]
 
 
 OWN = {"kvray_replica": "mine", "kvray_config": "/etc/kvray.yaml"}
@@ -166,11 +151,18 @@ OWN = {"kvray_replica": "mine", "kvray_config": "/etc/kvray.yaml"}
     ],
 )
 def test_a_connectors_name_is_all_that_a_user_writes_and_what_he_writes_stays(
-    registered, monkeypatch, written, extra
+    monkeypatch, written, extra
 ):
+    theirs = SimpleNamespace(DefaultConnectorBackend=Backend, KVConnectorBackendFactory=Backend)
+    for name in ("base", "factory"):
+        transfer = f"ray.llm._internal.serve.engines.vllm.kv_transfer.{name}"
+        monkeypatch.setitem(sys.modules, transfer, theirs)
+    monkeypatch.setitem(sys.modules, "kvray.serve.llm", None)  # and as it was after the test
+    del sys.modules["kvray.serve.llm"]
+    importlib.import_module("kvray.serve.llm")
     replica = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r7k2"))
     monkeypatch.setattr(serve, "get_replica_context", lambda: replica)
-    module, name = registered["KvRayConnector"].split(":")
+    module, name = Backend.classes["KvRayConnector"].split(":")
     config = dict(written)
     getattr(importlib.import_module(module), name)(config).setup()
     assert config == {**CONNECTOR, "kv_connector_extra_config": extra}

@@ -3,6 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,7 +24,7 @@ from tests.unit.tracing import CALLER, TRACE, TRACEPARENT, id_of, parent_of, sdk
 
 __all__ = ["sdk"]
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 
 
 def ingress_of(handle: Handle, **options: Any) -> Ingress:
@@ -43,9 +44,8 @@ def ingress_of(handle: Handle, **options: Any) -> Ingress:
 
 def client_of(handle: Handle, root_path: str = "", **options: Any) -> TestClient:
     app = ingress_of(handle, **options).__serve_build_asgi_app__()
-    client = TestClient(app, base_url="http://example.org", root_path=root_path)
-    client.follow_redirects = False
-    return client
+    where = {"base_url": "http://example.org", "root_path": root_path}
+    return TestClient(app, **where, follow_redirects=False)
 
 
 def post(handle: Handle, path: str = CHAT, *, traceparent: str = TRACEPARENT) -> Any:
@@ -115,26 +115,25 @@ def test_whether_a_callers_trace_is_sampled_reaches_the_engine_unchanged(request
     assert sent.decode() == f"00-{TRACE}-{parent}-{flags}"
 
 
+LONG = {"x-long": "a" * 70_000}
+
+
 @pytest.mark.parametrize(
-    ("path", "body", "headers", "status", "code"),
+    ("path", "body", "headers", "status", "field", "said"),
     [
-        ("/v2/models", b"", {}, 404, "not_found"),
-        (COMPLETIONS, b"12345", {}, 413, "body_too_long"),
-        (COMPLETIONS, b"", {"x-long": "a" * 70_000}, 431, "headers_too_long"),
+        ("/v2/models", b"", {}, 404, "code", "not_found"),
+        (COMPLETIONS, b"12345", {}, 413, "code", "body_too_long"),
+        (COMPLETIONS, b"", LONG, 431, "code", "headers_too_long"),
+        (MESSAGES, b"12345", {}, 413, "type", "request_too_large"),
+        (MESSAGES, b"", LONG, 431, "type", "api_error"),
     ],
 )
-def test_what_no_engine_gets_is_refused_in_openais_form(path, body, headers, status, code):
+def test_what_no_engine_gets_is_refused_in_the_form_of_its_protocol(
+    path, body, headers, status, field, said
+):
     answer = client_of(Handle(), body_bytes_max=4).post(path, content=body, headers=headers)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
-
-
-@pytest.mark.parametrize(
-    ("headers", "kind"), [({}, "request_too_large"), ({"x-a": "a" * 70_000}, "api_error")]
-)
-def test_what_no_engine_gets_is_refused_in_anthropics_form(headers, kind):
-    client = client_of(Handle(), body_bytes_max=4)
-    answer = client.post("/v1/messages", content=b"12345", headers=headers).json()
-    assert (answer["type"], answer["error"]["type"]) == ("error", kind)
+    assert (answer.status_code, answer.json()["error"][field]) == (status, said)
+    assert answer.json().get("type") == ("error" if path == MESSAGES else None)
 
 
 @pytest.mark.parametrize(("prefix", "status"), [("/", 200), ("/v1/", 200), ("/v", 404)])
@@ -162,7 +161,7 @@ def test_a_slow_body_is_given_up():
 
 @pytest.mark.parametrize(
     ("path", "begins"),
-    [(CHAT, b'data: {"error": {"message": "engine-a is gone'), ("/v1/messages", b"event: error\n")],
+    [(CHAT, b'data: {"error": {"message": "engine-a is gone'), (MESSAGES, b"event: error\n")],
 )
 def test_a_stream_that_breaks_off_ends_with_an_error_of_its_protocol(path, begins):
     handle = Handle(["engine-a", SSE, b"data: 1\n\n", StopAsyncIteration()])
@@ -174,26 +173,20 @@ def test_other_answers_that_break_off_end_early():
         post(Handle(["engine-a", HEAD, b"te", StopAsyncIteration()]))
 
 
-def test_answers_are_counted_by_their_status():
+def test_answers_are_counted_by_their_status_and_an_engine_that_has_just_answered_is_healthy(
+    monkeypatch,
+):
+    monkeypatch.setattr("ray.serve.status", Mock(side_effect=RayServeException))
     assert not spans.is_on()
     client = client_of(Handle(whole("a")))
+    assert client.get("/health").status_code == 503
     client.post(CHAT)
+    assert client.get("/health").status_code == 200
     client.post("/nowhere")
     counts = client.get("/metrics").text
     assert 'kvray_ingress_answers_total{status="200"} 1.0' in counts
     assert 'kvray_ingress_answers_total{status="404"} 1.0' in counts
     assert "kvray_ingress_first_byte_seconds_count 1.0" in counts
-
-
-def test_health_knows_of_an_engine_that_has_just_answered(monkeypatch):
-    def busy() -> None:
-        raise RayServeException
-
-    monkeypatch.setattr("ray.serve.status", busy)
-    client = client_of(Handle(whole("a")))
-    assert client.get("/health").status_code == 503
-    client.post(CHAT)
-    assert client.get("/health").status_code == 200
 
 
 def test_a_websocket_is_closed():
@@ -223,25 +216,24 @@ def test_a_streams_span_lasts_to_its_end_and_has_the_conventions_names(sdk):
 
 
 @pytest.mark.parametrize(
-    ("events", "status", "kind"),
+    ("handle", "status", "kind"),
     [
-        ([["engine-a", StopAsyncIteration()]] * 2, 503, "replica_gone"),
-        ([["engine-a", asyncio.TimeoutError()]], 504, "timeout"),
-        ([["engine-a", Head(500, []), b""]], 500, "500"),
+        (lambda: Handle(*[["engine-a", StopAsyncIteration()]] * 2), 503, "replica_gone"),
+        (lambda: Handle(["engine-a", asyncio.TimeoutError()]), 504, "timeout"),
+        (lambda: Handle(["engine-a", Head(500, []), b""]), 500, "500"),
+        (lambda: Handle(failures=[asyncio.TimeoutError()] * 3), 504, "timeout"),
     ],
+    ids=["gone", "silent", "its own failure", "no choice"],
 )
-def test_an_answer_that_fails_is_an_error(sdk, events, status, kind):
-    assert post(Handle(*events), COMPLETIONS).status_code == status
+def test_an_answer_that_fails_is_an_error(sdk, handle, status, kind):
+    asked = handle()
+    assert post(asked, COMPLETIONS).status_code == status
     ingress = sdk.one("ingress")
     assert ingress.status.status_code is StatusCode.ERROR
     assert ingress.attributes["error.type"] == kind
     assert ingress.attributes["http.response.status_code"] == status
-
-
-def test_a_choice_that_fails_ends_its_span_as_an_error(sdk):
-    handle = Handle(failures=[asyncio.TimeoutError()] * 3)
-    assert post(handle, COMPLETIONS).status_code == 504
-    assert {one.status.status_code for one in sdk.named("route")} == {StatusCode.ERROR}
+    routes = {one.status.status_code for one in sdk.named("route")}
+    assert routes == {StatusCode.UNSET if asked.asked else StatusCode.ERROR}
 
 
 def test_what_is_no_request_for_an_answer_has_no_span(sdk):

@@ -18,38 +18,29 @@ TINY = load_prompts(Settings(model="tiny"), engine="reference")
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 
 
-def text_of(path: str, *, prompts: Prompts = TINY, **asked: Any) -> str | None:
+def text_of(path: str, **asked: Any) -> str:
     """Return the prompt of a request to the tiny model, whose tokens are bytes."""
-    hint = prompts.hint(path, json.dumps(asked).encode())
-    return None if hint is None else ByteTokenizer().decode(hint.tokens.tolist())
+    return ByteTokenizer().decode(TINY.hint(path, json.dumps(asked).encode()).tokens.tolist())
 
 
-LINES = "system: Be brief.\nuser: Hi\nassistant:"
-
-
-def test_a_model_without_a_template_gets_a_line_a_message():
-    assert text_of("/v1/chat/completions", messages=CHAT) == LINES
-
-
-def test_every_form_of_a_chat_is_one_prompt():
+def test_every_form_of_a_chat_is_one_prompt_with_a_line_a_message_without_a_template():
+    lines, brief = "system: Be brief.\nuser: Hi\nassistant:", "Be brief."
+    assert text_of("/v1/chat/completions", messages=CHAT) == lines
     parts = [
         {"role": one["role"], "content": [{"type": "text", "text": one["content"]}]} for one in CHAT
     ]
-    assert text_of("/v1/chat/completions", messages=parts) == LINES
+    assert text_of("/v1/chat/completions", messages=parts) == lines
     said = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]
-    assert text_of("/v1/responses", input=said, instructions="Be brief.") == LINES
-    assert text_of("/v1/responses", input="Hi", instructions="Be brief.") == LINES
-    system = [{"type": "text", "text": "Be brief."}]
-    assert text_of("/v1/messages", messages=CHAT[1:], system=system) == LINES
-    assert text_of("/v1/messages", messages=CHAT[1:], system="Be brief.") == LINES
+    for asked in (said, "Hi"):
+        assert text_of("/v1/responses", input=asked, instructions=brief) == lines
+    for system in ([{"type": "text", "text": brief}], brief):
+        assert text_of("/v1/messages", messages=CHAT[1:], system=system) == lines
 
 
 def test_a_completions_prompt_is_text_token_ids_or_the_first_of_several():
-    assert text_of("/v1/completions", prompt="one") == "one"
     tokens = ByteTokenizer().encode("one")
-    assert text_of("/v1/completions", prompt=tokens) == "one"
-    assert text_of("/v1/completions", prompt=[tokens, [1, 2]]) == "one"
-    assert text_of("/v1/completions", prompt=["one", "two"]) == "one"
+    for prompt in ("one", tokens, [tokens, [1, 2]], ["one", "two"]):
+        assert text_of("/v1/completions", prompt=prompt) == "one"
 
 
 def test_the_salt_goes_along():
@@ -100,27 +91,22 @@ def smollm2() -> Any:
     return made
 
 
-def rendered(tokenizer: Any, path: str, **asked: Any) -> str:
-    prompts = Prompts(Texts(tokenizer).encode, tokenizer, adds_special=True)
+def rendered(tokenizer: Any, path: str, *, prompts: Prompts | None = None, **asked: Any) -> str:
+    prompts = prompts or Prompts(Texts(tokenizer).encode, tokenizer, adds_special=True)
     hint = prompts.hint(path, json.dumps(asked).encode())
     return str(tokenizer.decode(hint.tokens.tolist()))
 
 
 @pytest.mark.smollm2
 @pytest.mark.parametrize("is_file", [True, False])
-def test_an_engines_own_template_is_rendered(tmp_path, is_file):
-    template, file = (
-        "{% for one in messages %}<{{ one.content }}>{% endfor %}",
-        tmp_path / "t.jinja",
-    )
-    file.write_text(template)
+def test_an_engines_own_template_is_rendered(smollm2, tmp_path, is_file):
+    template = "{% for one in messages %}<{{ one.content }}>{% endfor %}"
+    (file := tmp_path / "t.jinja").write_text(template)
     options = {"chat_template": str(file) if is_file else template}
     settings = Settings(engine="vllm", model=str(find_smollm2()), engine_options=options)
-    hint = load_prompts(settings, engine="vllm").hint(
-        "/v1/chat/completions", json.dumps({"messages": CHAT}).encode()
-    )
-    tokenizer = import_transformers().AutoTokenizer.from_pretrained(str(find_smollm2()))
-    assert tokenizer.decode(hint.tokens.tolist()) == "<Be brief.><Hi>"
+    prompts = load_prompts(settings, engine="vllm")
+    said = rendered(smollm2, "/v1/chat/completions", prompts=prompts, messages=CHAT)
+    assert said == "<Be brief.><Hi>"
 
 
 @pytest.mark.smollm2

@@ -19,6 +19,7 @@ pytest.importorskip("ray.serve")
 from kvray.errors import ConfigError, KVRayError
 from kvray.serve import Settings
 from kvray.serve.server import HOST, EngineServer, command_of
+from kvray.vllm import CONNECTOR
 from tests.waiting import wait_for
 
 
@@ -69,13 +70,11 @@ def test_vllm_serve_gets_options_as_flags(tmp_path):
         model_name="mine",
         engine_options={"max_model_len": 512, "enforce_eager": True, "async_scheduling": False},
     )
-    command = command_of(settings, 1, tmp_path)
-    assert command[:3] == ["vllm", "serve", "m"]
-    named = command.index("--served-model-name")
-    assert command[named + 1] == "mine"
-    connector = json.loads(command[command.index("--kv-transfer-config") + 1])
-    assert connector["kv_connector_module_path"] == "kvray.vllm"
-    assert command[-4:] == ["--max-model-len", "512", "--enforce-eager", "--no-async-scheduling"]
+    at = ["--host", "127.0.0.1", "--port", "1", "--served-model-name", "mine"]
+    connector = ["--kv-transfer-config", json.dumps(CONNECTOR)]
+    more = ["--max-model-len", "512", "--enforce-eager", "--no-async-scheduling"]
+    assert command_of(settings, 1, tmp_path) == ["vllm", "serve", "m", *at, *connector, *more]
+    assert CONNECTOR["kv_connector_module_path"] == "kvray.vllm"
 
 
 def test_a_command_of_the_users_own_takes_its_place(tmp_path):
@@ -84,11 +83,6 @@ def test_a_command_of_the_users_own_takes_its_place(tmp_path):
     wrong = settings.model_copy(update={"command": ["mine", "{ports}"]})
     with pytest.raises(ConfigError, match=r"field that is none .*\{model\}, \{host\}, \{port\}"):
         command_of(wrong, 7, tmp_path)
-
-
-def test_pool_events_of_vllm_are_its_own():
-    with pytest.raises(ValueError, match="vLLM publishes by itself"):
-        Settings(engine="vllm", pool_events=True)
 
 
 def test_a_server_that_does_not_start_says_what_it_printed():
@@ -143,32 +137,21 @@ def kept(code: str, where: Path) -> Iterator[Any]:
         yield keeper, psutil.Process(keeper.pid).children(recursive=True)
 
 
-@pytest.mark.parametrize("is_killed", [False, True])  # as Ray does with a worker's children
-def test_a_server_ends_with_its_parent_and_all_that_it_started_with_it(tmp_path, is_killed):
+@pytest.mark.parametrize("how", ["parent", "group", "itself"])  # Ray kills a worker's children
+def test_a_server_ends_with_its_parent_and_all_that_it_started_with_it(tmp_path, how):
     (tmp_path / "files").mkdir()
-    with kept(SPAWNS, tmp_path) as (keeper, below):
-        if is_killed:
+    code = SPAWNS.replace("sleep(600)\n", "sleep(2)\n") if how == "itself" else SPAWNS
+    with kept(code, tmp_path) as (keeper, below):
+        if how == "group":
             os.killpg(keeper.pid, signal.SIGKILL)
-        else:
+        elif how == "parent":
             keeper.stdin.close()
             assert keeper.wait(60) == 128 + signal.SIGKILL, "it ignored the milder signal"
+        else:
+            assert keeper.wait(60) == 0
         gone, alive = psutil.wait_procs(below, timeout=20)
         assert (len(gone), alive) == (3, [])
     assert not (tmp_path / "files").exists()
-
-
-def test_a_server_that_ends_by_itself_leaves_none_of_its_own(tmp_path):
-    code = SPAWNS.replace("time.sleep(600)\n", "time.sleep(2)\n")
-    with kept(code, tmp_path) as (keeper, below):
-        assert keeper.wait(60) == 0
-        assert psutil.wait_procs(below, timeout=20)[1] == []
-
-
-def test_a_server_ends_with_its_keeper(tmp_path):
-    code = "import sys, time; open(sys.argv[1] + '/up', 'w').close(); time.sleep(600)"
-    with kept(code, tmp_path) as (_, below):
-        below[0].kill()
-        assert len(psutil.wait_procs(below, timeout=20)[0]) == 2
 
 
 LEAVES = """
@@ -179,6 +162,12 @@ open(sys.argv[1] + "/named", "w").write(made.name)
 open(sys.argv[1] + "/up", "w").close()
 time.sleep(600)
 """
+
+
+def test_a_server_ends_with_its_keeper(tmp_path):
+    with kept(LEAVES, tmp_path) as (_, below):
+        below[0].kill()
+        assert len(psutil.wait_procs(below, timeout=20)[0]) == 3
 
 
 def test_shared_memory_of_a_server_that_is_killed_is_removed(tmp_path):
