@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -19,7 +19,7 @@ import pytest
 from kvray.actors.owner import ownership
 from kvray.actors.tier import launch, local_ray, ray_node, tier
 from kvray.actors.tier.rollout import Observer
-from kvray.config import load_config
+from kvray.config import KVRayConfig, load_config
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 from tests.waiting import HANG_S, wait_for
 
@@ -27,6 +27,8 @@ STAYS = "trap 'kill $!; exit' TERM; sleep 600 & wait"
 STARTS = f"""\
 for one in "$@"; do case $one in --temp-dir=*) dir=${{one#*=}};; esac; done
 mkdir -p $dir
+touch $dir/ray_current_cluster
+sleep 0.3
 echo Ray runtime started.
 echo 10.0.0.5:6379 >$dir/ray_current_cluster
 {STAYS}
@@ -43,16 +45,18 @@ def name() -> Iterator[str]:
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Puts a script in the place of `ray start`, and returns it."""
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that stands in the place of `ray start`."""
     path = tmp_path / "start"
     monkeypatch.setattr(ray_node, "_START", ("sh", str(path), "start"))
+    return path
 
-    def write(text: str) -> Path:
-        path.write_text(text)
-        return path
 
-    return write
+@pytest.fixture
+def config(name: str, tmp_path: Path) -> KVRayConfig:
+    """Of a tier on a Ray of its own."""
+    overrides = {"cluster_name": name, "arena.dir": str(tmp_path)}
+    return load_config(None, environ={}, overrides=overrides)
 
 
 def processes_of(name: str) -> list[psutil.Process]:
@@ -60,7 +64,7 @@ def processes_of(name: str) -> list[psutil.Process]:
 
 
 def test_a_cluster_is_found_until_it_is_stopped_and_there_is_one(name, script, monkeypatch):
-    script(STARTS)
+    script.write_text(STARTS)
     started = local_ray.start(name)
     assert started.address == "10.0.0.5:6379"
     assert started.token not in repr(started)
@@ -104,9 +108,7 @@ with as_owner(Path(sys.argv[1])) as is_owner:
 @pytest.mark.parametrize(
     "end", [launch._end_local_ray, lambda config: tier._sweep_nodes(config, set(), 1.0)]
 )
-def test_files_of_a_shard_that_is_long_in_dying_are_removed(name, tmp_path, monkeypatch, end):
-    overrides = {"cluster_name": name, "arena.dir": str(tmp_path)}
-    config = load_config(None, environ={}, overrides=overrides)
+def test_files_of_a_shard_that_is_long_in_dying_are_removed(config, monkeypatch, end):
     config.node_dir.mkdir(mode=0o700)
     monkeypatch.setattr(local_ray, "stop", lambda _: True)
     monkeypatch.setattr(tier.ray, "nodes", list)
@@ -121,7 +123,9 @@ def test_files_of_a_shard_that_is_long_in_dying_are_removed(name, tmp_path, monk
 
 
 @pytest.mark.parametrize("answer", [True, False, ShardUnavailable("It did not answer in time.")])
-def test_the_end_of_a_tier_names_the_nodes_that_may_still_have_its_files(monkeypatch, answer):
+def test_the_end_of_a_tier_names_the_nodes_that_may_still_have_its_files(
+    config, monkeypatch, answer
+):
     host = {"NodeManagerHostname": "gpu-7", "NodeManagerAddress": "10.0.0.7"}
     node = {"NodeID": "a" * 56, "Alive": True, "Resources": {}, **host}
     silent = ShardUnavailable("It does not answer.")
@@ -131,7 +135,6 @@ def test_the_end_of_a_tier_names_the_nodes_that_may_still_have_its_files(monkeyp
     monkeypatch.setattr(tier.calls, "ask", lambda names, *_, **__: dict.fromkeys(names, silent))
     monkeypatch.setattr(tier.calls, "on_node", Mock())
     monkeypatch.setattr(tier.calls, "ask_all", lambda asked, *_: dict.fromkeys(asked, answer))
-    config = load_config(None, environ={}, overrides={"cluster_name": f"pytest-{os.getpid()}-no"})
     told = Mock()
     tier.down(timeout_s=1.0, config=config, observer=Observer(told=told))
     if answer is True:
@@ -140,9 +143,8 @@ def test_the_end_of_a_tier_names_the_nodes_that_may_still_have_its_files(monkeyp
         assert f"{config.node_dir} may still be on gpu-7 (10.0.0.7): " in told.call_args.args[0]
 
 
-def test_an_up_that_fails_takes_back_no_arena_that_was_there(tmp_path, monkeypatch):
-    overrides = {"ray.address": "10.0.0.5:6379", "arena.dir": str(tmp_path)}
-    config = load_config(None, environ={}, overrides=overrides)
+def test_an_up_that_fails_takes_back_no_arena_that_was_there(monkeypatch):
+    config = load_config(None, environ={}, overrides={"ray.address": "10.0.0.5:6379"})
     monkeypatch.setattr(launch.connection, "connect_configured", lambda _: None)
     monkeypatch.setattr(launch.connection, "disconnect", lambda: None)
     monkeypatch.setattr(launch, "list_actors", list)
@@ -156,9 +158,7 @@ def test_an_up_that_fails_takes_back_no_arena_that_was_there(tmp_path, monkeypat
     assert not down.call_args.kwargs["only_new"]
 
 
-def test_a_local_up_that_fails_takes_back_no_arena_that_was_there(name, tmp_path, monkeypatch):
-    overrides = {"cluster_name": name, "arena.dir": str(tmp_path)}
-    config = load_config(None, environ={}, overrides=overrides)
+def test_a_local_up_that_fails_takes_back_no_arena_that_was_there(config, monkeypatch):
     config.node_dir.mkdir(mode=0o700)
     (config.node_dir / "arena").touch()
     monkeypatch.setattr(launch.local_ray, "start", Mock())
@@ -187,7 +187,7 @@ def test_a_dashboard_has_a_port_of_its_own_beside_another(monkeypatch):
 
 
 def test_a_ray_that_a_busy_machine_was_too_slow_for_is_started_again(name, script, tmp_path):
-    script(f"""\
+    script.write_text(f"""\
 if [ ! -e {tmp_path}/tried ]; then
     touch {tmp_path}/tried; echo 'Exception: The current node timed out during startup.'; exit 1
 fi
@@ -212,7 +212,7 @@ TRACEBACK = (
     ],
 )
 def test_a_ray_that_does_not_start_is_told_and_cleared_away(name, script, text, status, said):
-    script(text)
+    script.write_text(text)
     with pytest.raises(ConfigError) as caught:
         local_ray.start(name)
     told = f"Ray did not start, but ended with status {status}; it said: {said}"
@@ -223,7 +223,7 @@ def test_a_ray_that_does_not_start_is_told_and_cleared_away(name, script, text, 
 
 def test_a_ray_that_makes_no_progress_is_given_up(name, script, monkeypatch):
     monkeypatch.setattr(ray_node, "_STILL_S", 0.3)
-    script(f"echo thinking; {STAYS}")
+    script.write_text(f"echo thinking; {STAYS}")
     with pytest.raises(ConfigError, match=r"made no progress within \d s; it said: thinking"):
         local_ray.start(name)
     assert processes_of(name) == []
@@ -279,15 +279,6 @@ def test_a_later_process_of_the_same_pid_is_no_cluster(name):
     assert psutil.pid_exists(os.getppid())
 
 
-def test_an_address_counts_once_it_is_written(tmp_path):
-    assert ray_node.read_address(tmp_path) == ""
-    file = tmp_path / "ray_current_cluster"
-    file.touch()  # as Ray makes it, before it writes
-    assert ray_node.read_address(tmp_path) == ""
-    file.write_text("10.0.0.5:6379")
-    assert ray_node.read_address(tmp_path) == "10.0.0.5:6379"
-
-
 def test_a_long_name_gets_a_short_directory():
     names = ["x" * 32, "x" * 31 + "y"]
     directories = [local_ray.local_dir(name) for name in names]
@@ -320,7 +311,8 @@ time.sleep(60)
     [(STAYS, "waiting", signal.SIGINT), (STARTS, "started", signal.SIGKILL)],
 )
 def test_it_ends_with_an_interrupted_start_and_with_its_parent(name, script, text, until, signum):
-    command = [sys.executable, "-c", STARTING, script(text), name]
+    script.write_text(text)
+    command = [sys.executable, "-c", STARTING, script, name]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None

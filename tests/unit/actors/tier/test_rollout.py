@@ -44,6 +44,9 @@ def changed(setting: str) -> dict[str, Any]:
     return {**DEFAULTS, setting: other}
 
 
+FREE = changed("arena.free_target")
+
+
 def test_nothing_is_decided_of_settings_that_there_are_not():
     sections = {name.partition(".")[0] for name in DEFAULTS}
     assert [
@@ -66,18 +69,13 @@ def test_another_value_restarts_the_parts_that_were_started_with_the_setting(set
     assert bool(planned.costs) == (effect_of(setting) is Effect.RECREATE)
 
 
-def test_reasons_name_the_setting_and_both_values():
-    (step,) = plan({SHARD: made()}, changed("arena.free_target")).steps
-    assert step.reasons == ("arena.free_target is 7.5 now and was 0.05",)
-
-
 def test_what_costs_blocks_is_refused_by_name_unless_it_is_meant():
     planned = plan(tier(), {**DEFAULTS, "arena.capacity": 1, "arena.free_target": 0.1})
     with pytest.raises(ConfigError, match=r"arena\.capacity is 1 now and was 4GiB") as error:
         check_costs(planned, recreate=False)
     assert "free_target" not in str(error.value)
     check_costs(planned, recreate=True)
-    check_costs(plan(tier(), changed("arena.free_target")), recreate=False)
+    check_costs(plan(tier(), FREE), recreate=False)
 
 
 @pytest.mark.parametrize(("setting", "retire"), [("arena.numa", True), ("arena.slab", False)])
@@ -90,30 +88,27 @@ OTHER_CODE = {"node": {**INSTALLED["node"], "code": "2"}}
 SHARD_B, MOVER_B = f"{SHARD_PREFIX}b", f"{MOVER_PREFIX}b"
 
 
-@pytest.mark.parametrize(
-    ("others", "wanted", "more", "restarted"),
-    [
-        pytest.param({}, DEFAULTS, {}, [], id="a tier as it should be needs nothing"),
-        pytest.param({}, DEFAULTS, {"installed": INSTALLED}, [], id="nor with the same code"),
-        pytest.param({}, DEFAULTS, {"installed": OTHER_CODE}, PARTS, id="other code restarts all"),
-        pytest.param({}, DEFAULTS, {"installed": {}}, [], id="unless its node is gone"),
-        pytest.param({}, DEFAULTS, {"restart": True}, PARTS, id="so does who asks for it"),
-        pytest.param({SHARD: made(state="failed")}, DEFAULTS, {}, [SHARD], id="what has failed"),
-        pytest.param(
-            {SHARD_B: made(), MOVER_B: made()},
-            *(changed("staging.fetches_max"), {}),
-            [SUPERVISOR_NAME, SHARD, MOVER, SHARD_B, MOVER_B],
-            id="one node follows the other, each with its shard first",
-        ),
-        pytest.param(
-            {name: made(settings=changed("arena.free_target")) for name in PARTS}
-            | {LOOKUP_NAME: tier()[LOOKUP_NAME], SHARD_B: made()},
-            *(changed("arena.free_target"), {}),
-            [SHARD_B],
-            id="what a run before has restarted already is left alone",
-        ),
-    ],
-)
+RESTARTS: dict[str, tuple[dict[str, BuildInfo], dict[str, Any], dict[str, Any], Any]] = {
+    "a tier as it should be needs nothing": ({}, DEFAULTS, {}, ()),
+    "nor with the same code": ({}, DEFAULTS, {"installed": INSTALLED}, ()),
+    "other code restarts all": ({}, DEFAULTS, {"installed": OTHER_CODE}, PARTS),
+    "unless its node is gone": ({}, DEFAULTS, {"installed": {}}, ()),
+    "so does who asks for it": ({}, DEFAULTS, {"restart": True}, PARTS),
+    "what has failed": ({SHARD: made(state="failed")}, DEFAULTS, {}, (SHARD,)),
+    "one node follows the other, each with its shard first": (
+        {SHARD_B: made(), MOVER_B: made()},
+        *(changed("staging.fetches_max"), {}),
+        (SUPERVISOR_NAME, SHARD, MOVER, SHARD_B, MOVER_B),
+    ),
+    "what a run before has restarted already is left alone": (
+        tier(settings=FREE) | {SHARD_B: made()},
+        *(FREE, {}),
+        (SHARD_B,),
+    ),
+}
+
+
+@pytest.mark.parametrize(("others", "wanted", "more", "restarted"), RESTARTS.values(), ids=RESTARTS)
 def test_what_is_restarted_and_in_which_order(others, wanted, more, restarted):
     assert names(plan(tier() | others, wanted, **more)) == list(restarted)
 
@@ -140,7 +135,7 @@ def test_a_setting_that_a_part_has_never_heard_of_had_its_default():
     older = {name: value for name, value in DEFAULTS.items() if name != "arena.policy"}
     assert plan({SHARD: made(settings=older)}, DEFAULTS).steps == ()
     (step,) = plan({SHARD: made(settings=older)}, changed("arena.policy")).steps
-    assert step.reasons == ("arena.policy is other now and was gittins",)
+    assert step.reasons == ("arena.policy is other now and was gittins",), "with both values"
 
 
 def test_settings_are_plain_values_under_dotted_names():
@@ -152,25 +147,19 @@ def test_settings_are_plain_values_under_dotted_names():
     assert settings["cluster_name"] == "kvray"
 
 
-@pytest.mark.parametrize(
-    "looks",
-    [
-        pytest.param(
-            [(0, "starting", {}, False), (29, "starting", {}, False), (31, "starting", {}, True)],
-            id="one in which nothing moves ends",
-        ),
-        pytest.param(
-            [*((seconds, seconds, {}, False) for seconds in (25, 50, 75, 100)), (101, 5, {}, True)],
-            id="one in which something moves goes on until it has taken long",
-        ),
-        pytest.param(
-            [(0, "none", {}, False), (5, "none", {}, False), (5, "none", {"still_s": 2}, True)],
-            id="a look may have a limit of its own",
-        ),
+LOOKS: dict[str, list[tuple[int, object, dict[str, Any], bool]]] = {
+    "nothing moves": [(0, "a", {}, False), (29, "a", {}, False), (31, "a", {}, True)],
+    "something moves until it has taken long": [
+        *((seconds, seconds, {}, False) for seconds in (25, 50, 75, 100)),
+        (101, 5, {}, True),
     ],
-)
+    "a look has a limit of its own": [(0, "a", {}, False), (5, "a", {"still_s": 2}, True)],
+}
+"""A look: after how many seconds, what is seen, its limit, and whether the wait is over."""
+
+
+@pytest.mark.parametrize("looks", LOOKS.values(), ids=LOOKS)
 def test_when_a_wait_is_over(monkeypatch, looks):
-    """A look is after how many seconds, what is seen, its limit, and whether the wait is over."""
     now = 1000.0
     monkeypatch.setattr(rollout, "time", SimpleNamespace(monotonic=lambda: now))
     wait = Patience(30, most_s=100)
