@@ -224,14 +224,6 @@ async def test_a_caller_that_goes_leaves_no_request(engine):
 
 
 @pytest.mark.anyio
-async def test_what_the_server_refuses_is_its_own_answer(engine):
-    head, body = await listen(engine, 100_000)
-    assert head.status == 400
-    assert "do not fit" in json.loads(body)["error"]["message"]
-    assert (b"content-type", b"application/json") in head.headers
-
-
-@pytest.mark.anyio
 async def test_a_replica_ends_with_its_engine_and_refuses_no_request_before(start):
     has_left = threading.Event()
     engine = start(has_left.set)

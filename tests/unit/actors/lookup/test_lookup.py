@@ -135,23 +135,19 @@ BOTH = KEYS[0] + KEYS[1]
 
 
 def test_a_shard_that_does_not_answer_its_poll_is_left_out_until_it_does(lookup):
-    lookup.ask()
+    assert lookup.at(100.0).match(1, BOTH).num_blocks == 2, "nobody has asked it"
+    lookup.at(0.0).ask()
     lookup.at(1.0).ask()  # again, since the first one failed
     assert lookup.at(SILENT_S).match(1, BOTH).num_blocks == 2
     assert lookup.at(LATE).match(1, BOTH).num_blocks == 0
-    assert lookup.at(LATE).locate(BOTH) == []
-    assert lookup.at(LATE).targets() == []
-    assert lookup.at(LATE).status()["silent"] == ["a"]
-    lookup.at(LATE).hear("b", is_full=True, added=[0])
-    assert lookup.at(LATE).match(1, BOTH).holders == {"b": 1}, "what another one has is found"
-    lookup.at(LATE).hear("b", is_full=True)
-    lookup.at(LATE).hear()
-    assert lookup.at(LATE).match(1, BOTH).num_blocks == 2
-    assert lookup.at(LATE).locate(BOTH) == [Run(stop=2, holders={"a": 1})]
-
-
-def test_a_shard_that_is_not_asked_is_not_silent(lookup):
-    assert lookup.at(100.0).match(1, BOTH).num_blocks == 2
+    assert lookup.locate(BOTH) == lookup.targets() == []
+    assert lookup.status()["silent"] == ["a"]
+    lookup.hear("b", is_full=True, added=[0])
+    assert lookup.match(1, BOTH).holders == {"b": 1}, "what another one has is found"
+    lookup.hear("b", is_full=True)
+    lookup.hear()
+    assert lookup.match(1, BOTH).num_blocks == 2
+    assert lookup.locate(BOTH) == [Run(stop=2, holders={"a": 1})]
 
 
 def test_a_reply_in_many_steps_is_heard_at_once(lookup):
@@ -233,6 +229,11 @@ def test_ranks_of_a_shard_that_is_silent_or_gone_are_where_they_were_named_befor
 # -- partial blocks --------------------------------------------------------------------------------
 
 
+def taken(lookup: Hearing, shard: str = "a") -> list[int]:
+    """Return the partial blocks that a shard is told of now."""
+    return [KEYS.index(key) for key in split_keys(lookup.ask(shard).partial_keys)]
+
+
 @pytest.fixture
 def halves(lookup: Hearing) -> Hearing:
     """A lookup where `a` has part 0 of keys 0 and 1, and `b` has part 1 of them."""
@@ -243,35 +244,27 @@ def halves(lookup: Hearing) -> Hearing:
 def test_what_a_silent_shard_has_is_no_partial_block_until_the_shard_is_gone(halves):
     halves.ask()
     halves.at(LATE).match(1, KEYS[0])
-    assert halves.at(LATE).ask("b").partial_keys == b""
+    assert taken(halves, "b") == []
     halves.keep("b")
-    halves.at(LATE).hear("b")
-    told = halves.at(LATE).ask("b").partial_keys
-    assert {told[:32], told[32:]} == {KEYS[0], KEYS[1]}
+    halves.hear("b")
+    assert sorted(taken(halves, "b")) == [0, 1]
 
 
 def test_a_partial_block_whose_part_was_stored_again_is_none(halves):
     halves.hear(removed=[0, 1])
     halves.hear(added=[1])
-    assert halves.ask("b").partial_keys == KEYS[0]
+    assert taken(halves, "b") == [0]
 
 
 def test_what_a_shard_is_still_listing_is_no_partial_block_until_it_has_listed_all(halves):
     halves.hear(is_full=True, added=[0], more=True)
-    assert halves.ask("b").partial_keys == b""
+    assert taken(halves, "b") == []
     halves.hear()
-    assert halves.ask("b").partial_keys == KEYS[1]
-
-
-# -- queues of partial blocks, ranks, shares ------------------------------------------------------
+    assert taken(halves, "b") == [1]
 
 
 def lose(lookup: Lookup, *numbers: int, shards: tuple[str, ...] = ("a",)) -> None:
     lookup._note_losses([Loss(keys=b"".join(KEYS[n] for n in numbers), parts=1, shards=shards)])
-
-
-def taken(lookup: Hearing, shard: str = "a") -> list[int]:
-    return [KEYS.index(key) for key in split_keys(lookup.ask(shard).partial_keys)]
 
 
 def test_every_shard_that_has_a_part_is_told_once():
@@ -280,25 +273,19 @@ def test_every_shard_that_has_a_part_is_told_once():
     lose(blocks, 1, shards=("b",))
     blocks.keep(["a", "b", "gone"])
     assert taken(blocks, "gone") == [], "nothing is queued for a shard that is gone"
-    assert (taken(blocks, "a"), taken(blocks, "b")) == ([0], [0, 1])
-    assert (taken(blocks, "a"), taken(blocks, "b")) == ([], [])
+    assert [taken(blocks, shard) for shard in "abab"] == [[0], [0, 1], [], []]
 
 
-def test_a_poll_has_the_oldest_and_the_next_one_goes_on(monkeypatch):
-    blocks = Hearing()
+def test_a_poll_has_the_oldest_of_those_that_may_wait_and_the_next_one_goes_on(monkeypatch):
+    monkeypatch.setattr(lookup_module, "QUEUED_MAX", 4)
     monkeypatch.setattr(lookup_module, "HANDED_MAX", 3)
-    lose(blocks, 0, 1)
-    lose(blocks, 2, 3, 4)
-    assert [taken(blocks), taken(blocks), taken(blocks)] == [[0, 1, 2], [3, 4], []]
-
-
-def test_what_is_too_much_to_wait_drops_the_oldest(monkeypatch):
-    monkeypatch.setattr(lookup_module, "QUEUED_MAX", 3)
     blocks = Hearing()
-    lose(blocks, 0)
-    lose(blocks, 1, 2)
-    lose(blocks, 3, 4)
-    assert taken(blocks) == [2, 3, 4]
+    for lost in ((0,), (1, 2), (3, 4)):
+        lose(blocks, *lost)
+    assert [taken(blocks), taken(blocks), taken(blocks)] == [[1, 2, 3], [4], []]
+
+
+# -- partitions -----------------------------------------------------------------------------------
 
 
 def told(heads: list[int], num_partitions: int) -> list[list[int]]:

@@ -50,26 +50,20 @@ def test_every_shard_of_the_replica_is_told_once(cluster, version, text):
     assert cluster.told == [("a", text), ("b", text)]
 
 
-def test_a_shard_that_did_not_answer_is_told_of(cluster):
-    cluster.ranks = {0: "a", 1: "b"}
-    cluster.answers = {"a": {0: 2}, "b": ShardUnavailable("b is gone.")}
-    with pytest.raises(ShardUnavailable, match="b is gone"):
-        cluster.name("2")
+B_IS_GONE = ShardUnavailable("b is gone.")
+LOST: dict[str, tuple[dict[int, str], Answers, type[KVRayError], str]] = {
+    "a shard": ({0: "a", 1: "b"}, {"a": {0: 2}, "b": B_IS_GONE}, ShardUnavailable, "b is gone"),
+    "rank 1": ({0: "a"}, {"a": {0: 2}}, ShardUnavailable, r"Ranks \[1\] of replica 'one'"),
+    "rank 0": ({1: "a"}, {"a": {1: 2}}, ShardUnavailable, r"Ranks \[0\] of replica 'one'"),
+    "the engine": ({}, {}, ConfigError, "No engine of a replica 'one' is connected"),
+    "it meanwhile": ({0: "a"}, {"a": {}}, ConfigError, "No engine of a replica 'one'"),
+}
 
 
-@pytest.mark.parametrize("known", [{0: "a"}, {1: "a"}])
-def test_ranks_that_nobody_knows_now_are_missed(cluster, known):
-    cluster.ranks = known
-    cluster.answers = {"a": dict.fromkeys(known, 2)}
-    with pytest.raises(ShardUnavailable, match=rf"Ranks \[{1 - min(known)}\] of replica 'one'"):
-        cluster.name("2")
-
-
-def test_an_engine_that_has_ended_cannot_be_told(cluster):
-    with pytest.raises(ConfigError, match="No engine of a replica 'one' is connected"):
-        cluster.name("2")
-    cluster.ranks, cluster.answers = {0: "a"}, {"a": {}}
-    with pytest.raises(ConfigError, match="No engine"):
+@pytest.mark.parametrize("who", LOST)
+def test_who_is_not_there_to_be_told_is_named(cluster, who):
+    cluster.ranks, cluster.answers, kind, words = LOST[who]
+    with pytest.raises(kind, match=words):
         cluster.name("2")
 
 
