@@ -154,6 +154,13 @@ def test_a_server_ends_with_its_parent_and_all_that_it_started_with_it(tmp_path,
     assert not (tmp_path / "files").exists()
 
 
+def test_a_server_ends_with_its_keeper(tmp_path):
+    code = "import sys, time; open(sys.argv[1] + '/up', 'w').close(); time.sleep(600)"
+    with kept(code, tmp_path) as (_, below):
+        below[0].kill()
+        assert len(psutil.wait_procs(below, timeout=20)[0]) == 2
+
+
 LEAVES = """
 import sys, time
 from multiprocessing.shared_memory import SharedMemory
@@ -162,12 +169,6 @@ open(sys.argv[1] + "/named", "w").write(made.name)
 open(sys.argv[1] + "/up", "w").close()
 time.sleep(600)
 """
-
-
-def test_a_server_ends_with_its_keeper(tmp_path):
-    with kept(LEAVES, tmp_path) as (_, below):
-        below[0].kill()
-        assert len(psutil.wait_procs(below, timeout=20)[0]) == 3
 
 
 def test_shared_memory_of_a_server_that_is_killed_is_removed(tmp_path):
