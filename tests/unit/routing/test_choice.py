@@ -1,5 +1,6 @@
 """Which replica gets a request, and why: the predicted time to a first token, part by part."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -53,10 +54,6 @@ COSTS = st.lists(
 )
 
 
-def drawn(costs: list[Cost]) -> list[float]:
-    return [number / 10 for number in range(len(costs))]
-
-
 CHOICES = {
     "the one that has the prefix": ([{"work_s": 1.0}, {"work_s": 0.2}], "b", "prefix"),
     "not one whose queue costs more than copying": (
@@ -97,7 +94,7 @@ def test_a_replica_with_more_than_its_share_loses_its_credit():
 
 @given(COSTS)
 def test_every_candidate_is_explained_and_the_parts_add_up(costs):
-    found = choose(costs, draws=drawn(costs))
+    found = choose(costs, draws=list(range(len(costs))))
     assert sorted(map(id, (one.cost for one in found.ranked))) == sorted(map(id, costs))
     for one in found.ranked:
         assert one.later_s >= 0 <= one.crowd_s
@@ -112,7 +109,7 @@ def test_no_shared_prefix_means_least_loaded(costs, work_s):
     equal = [
         cost("r", work_s=work_s, queue_s=one.queue_s, utilization=one.utilization) for one in costs
     ]
-    found = choose(equal, draws=drawn(equal))
+    found = choose(equal, draws=list(range(len(equal))))
     assert found.reason == "fallback"
     assert found.cost.queue_s <= min(one.queue_s for one in equal) + 0.0011
 
@@ -202,35 +199,34 @@ def test_every_token_is_somewhere_and_bringing_never_costs_more_than_computing(
     assert found.work_s <= alone.work_s + 1e-9
 
 
-def test_newer_answers_count_more():
+def measured(notes: Iterable[tuple[int, float, int]]) -> PrefillSpeed:
+    """Return a speed by answers: tokens computed, the seconds of it, answers under way."""
     speed = PrefillSpeed()
-    assert speed.tokens_per_s == 0.0
-    speed.note(1000, 0.5, 0)
-    assert speed.tokens_per_s == pytest.approx(2000.0)
-    for _ in range(150):
-        speed.note(1000, 0.1, 0)
-    assert speed.tokens_per_s == pytest.approx(10_000.0, rel=0.01)
+    for note in notes:
+        speed.note(*note)
+    return speed
+
+
+def test_newer_answers_count_more():
+    assert measured([]).tokens_per_s == 0.0
+    first, later = (1000, 0.5, 0), [(1000, 0.1, 0)] * 150
+    assert measured([first]).tokens_per_s == pytest.approx(2000.0)
+    assert measured([first, *later]).tokens_per_s == pytest.approx(10_000.0, rel=0.01)
 
 
 @pytest.mark.parametrize(("num_computed", "seconds"), [(10, 0.1), (0, 0.1), (1000, -0.1)])
 def test_answers_that_tell_little_do_not_count(num_computed, seconds):
-    speed = PrefillSpeed()
-    speed.note(num_computed, seconds, 0)
+    speed = measured([(num_computed, seconds, 0)])
     assert (speed.tokens_per_s, speed.decode_slowdown) == (0.0, 0.0)
 
 
 def test_prompts_of_one_pass_share_its_time():
-    speed = PrefillSpeed()
-    for _ in range(10):
-        for seconds in (0.5, 0.0, 0.0, 0.0, 0.0):
-            speed.note(1000, seconds, 0)
+    speed = measured([(1000, seconds, 0) for seconds in (0.5, 0.0, 0.0, 0.0, 0.0)] * 10)
     assert speed.tokens_per_s == pytest.approx(10_000.0, rel=0.3)
 
 
 def test_answers_under_way_slow_a_prefill_by_a_part_of_itself_each():
-    speed = PrefillSpeed()
-    for number in range(100):
-        speed.note(1000, 0.1 * (1 + 0.1 * (number % 20)), number % 20)
+    speed = measured((1000, 0.1 * (1 + 0.1 * (at % 20)), at % 20) for at in range(100))
     assert speed.decode_slowdown == pytest.approx(0.1, rel=0.1)
     assert speed.tokens_per_s == pytest.approx(10_000.0, rel=0.1)
     for number in range(200):
@@ -239,17 +235,13 @@ def test_answers_under_way_slow_a_prefill_by_a_part_of_itself_each():
 
 
 def test_a_slowdown_is_believed_as_far_as_the_answers_varied():
-    speed = PrefillSpeed()
-    for number in range(100):
-        speed.note(1000, 0.1 * (1 + 0.1 * (number % 3)), number % 3)
+    speed = measured((1000, 0.1 * (1 + 0.1 * (at % 3)), at % 3) for at in range(100))
     assert 0.02 < speed.decode_slowdown < 0.06
     assert (1 + speed.decode_slowdown) / speed.tokens_per_s == pytest.approx(0.00011, rel=0.01)
 
 
 def test_what_answers_cost_does_not_show_while_they_are_always_as_many():
-    speed = PrefillSpeed()
-    for _ in range(3):
-        speed.note(1000, 0.2, 3)
+    speed = measured([(1000, 0.2, 3)] * 3)
     assert speed.tokens_per_s == pytest.approx(5000.0)
     assert speed.decode_slowdown == pytest.approx(0.0, abs=1e-9)
 

@@ -51,7 +51,10 @@ def test_an_earlier_self_is_ended_and_its_arena_adopted(
 ):
     monkeypatch.setattr(claim, "_GRACE_S", 0.1)
     older.process.send_signal(signum)
-    shard = make_shard()
+    shard = make_shard(limbo_s=1.0)
+    state = attach().tables.slot_state
+    wait_for(lambda: (state == LIMBO).sum() == 2, "burying slots that it had reserved")
+    wait_for(lambda: not (state == LIMBO).any(), "the end of limbo")
     assert older.process.wait(HANG_S) == -signal.SIGKILL
     assert f"a: ended process {older.process.pid}, an earlier self" in caplog.text
     assert served(attach(), STORED) == 4
@@ -60,17 +63,6 @@ def test_an_earlier_self_is_ended_and_its_arena_adopted(
     assert owner_of(directory) == Owner(
         shard="a", pid=os.getpid(), since=json.loads((directory / NOTE_FILE).read_text())["since"]
     )
-
-
-def test_slots_that_an_ended_self_had_reserved_wait_in_limbo(
-    older, make_shard, attach, monkeypatch
-):
-    monkeypatch.setattr(claim, "_GRACE_S", 0.1)
-    older.process.send_signal(signal.SIGSTOP)
-    make_shard(limbo_s=1.0)
-    state = attach().tables.slot_state
-    wait_for(lambda: (state == LIMBO).sum() == 2, "burying")
-    wait_for(lambda: not (state == LIMBO).any(), "the end of limbo")
 
 
 def test_an_earlier_self_that_was_ended_is_given_time_to_let_go(older, directory, monkeypatch):
