@@ -117,16 +117,6 @@ def test_a_rank_tells_its_place_in_the_next_arena_too(directory, shard, make_sha
         link.detach()
 
 
-def test_whether_there_are_other_nodes_is_known_from_reports(directory, link):
-    with StageServer(directory) as server:
-        one = registration()
-        link.register(one)
-        wait_for(lambda: one.has_peers, "hearing of them")
-        server.report = {"peers": False}
-        wait_for(lambda: not one.has_peers, "hearing of their end")
-        link.detach()
-
-
 def test_a_rank_that_follows_its_leaders_name_has_no_other(shard, link):
     one = registration("process-7")
     link.register(one)

@@ -72,29 +72,6 @@ def parts(
     return {one.cost.replica: getattr(one.cost, what) for one in choice.ranked}
 
 
-def test_a_prompt_goes_back_to_the_pool_that_has_it_most_likely():
-    made = loads()
-    first = route(made, survey("p", 100), 1, 0.0).replica
-    made.done("1", 1.0)
-    assert route(made, survey("p", 100), 2, 100.0).replica == first
-
-
-def test_when_the_queue_costs_more_than_copying_the_next_one_gets_prompt_and_blocks():
-    made, found = loads(), survey("p", 300, held=299)
-    for number in range(3):
-        route(made, survey(f"other {number}", 3000, held=2999), number, 0.0)
-    assert route(made, found, 10, 0.0).replica != "a"
-
-
-def test_a_replica_that_is_measured_slow_gets_less():
-    made = loads()
-    slow = places(a=1_000.0, b=10_000.0, c=10_000.0, d=10_000.0)
-    counts: Counter[str] = Counter()
-    for number in range(100):
-        counts[route(made, survey(f"p {number}", 60), number, 0.1 * number, slow).replica] += 1
-    assert counts["a"] < min(counts[name] for name in "bcd")
-
-
 def test_answers_under_way_make_a_prompt_longer_there():
     made, found = loads(), survey("p", 100)
     speed = {"prefill_tokens_per_s": 10_000.0, "decode_slowdown": 0.5}

@@ -21,46 +21,28 @@ def pools() -> Iterator[Pools]:
         yield made
 
 
-@pytest.fixture
-def buffer() -> Buffer:
-    return Buffer()
-
-
-@pytest.fixture
-def feed(buffer: Buffer) -> Iterator[PoolFeed]:
-    with closing(PoolFeed(buffer.drain, block_size=BLOCK, host="127.0.0.1")) as made:
-        yield made
-
-
-@pytest.fixture
-def engine(pools: Pools, buffer: Buffer, feed: PoolFeed) -> Engine:
-    """Replica `a`, whose pool has the first two blocks of PROMPT."""
-    made = Engine()
-    pools.follow({"a": {EVENTS_STAT: feed.metadata}, "b": {}})
-    buffer.waiting.append(made.event(stored([1, 2], PROMPT[:8])))
-    wait_for(lambda: pools.match(PROMPT) == sure(8), "the first blocks")
-    return made
-
-
 def sure(num_tokens: int) -> dict[str, PoolMatch]:
     return {"a": PoolMatch(num_tokens=num_tokens, is_sure=True)}
 
 
-def test_a_prompt_is_found_where_its_engine_tells_of_it(pools, buffer, engine):
-    buffer.waiting.append(engine.event(removed(2)))
-    wait_for(lambda: pools.match(PROMPT) == sure(4), "an eviction")
-    assert pools.match([9, *PROMPT]) == sure(0)
-    assert pools.totals()["pool_event_batches_total", ("applied",)] >= 2
-    pools.follow({"b": {}})
-    assert pools.match(PROMPT) == {}
-
-
-@pytest.mark.usefixtures("engine")
-def test_a_salt_makes_a_match_unsure_and_nothing_is_said_of_adapters_and_no_prompts(pools):
-    for salt in ("s", "\ud800"):  # which JSON can carry
-        assert pools.match(PROMPT, salt=salt) == {"a": PoolMatch(num_tokens=0, is_sure=False)}
-    assert pools.match(PROMPT, lora="/a") == pools.match(PROMPT, salt=3) == {}
-    assert pools.match([2**40]) == {}
+def test_a_prompt_is_found_where_its_engine_tells_of_it_and_a_salt_makes_a_match_unsure(pools):
+    buffer, engine = Buffer(), Engine()
+    with closing(PoolFeed(buffer.drain, block_size=BLOCK, host="127.0.0.1")) as feed:
+        pools.follow({"a": {EVENTS_STAT: feed.metadata}, "b": {}})
+        buffer.waiting.append(engine.event(stored([1, 2], PROMPT[:8])))
+        wait_for(lambda: pools.match(PROMPT) == sure(8), "the first blocks")
+        buffer.waiting.append(engine.event(removed(2)))
+        wait_for(lambda: pools.match(PROMPT) == sure(4), "an eviction")
+        assert pools.match([9, *PROMPT]) == sure(0)
+        for salt in ("s", "\ud800"):  # which JSON can carry
+            assert pools.match(PROMPT, salt=salt) == {"a": PoolMatch(num_tokens=0, is_sure=False)}
+        assert pools.match(PROMPT, lora="/a") == pools.match(PROMPT, salt=3) == {}, (
+            "nothing is said"
+        )
+        assert pools.match([2**40]) == {}
+        assert pools.totals()["pool_event_batches_total", ("applied",)] >= 2
+        pools.follow({"b": {}})
+        assert pools.match(PROMPT) == {}
 
 
 @pytest.mark.parametrize("told", [7, {"replay_endpoint": "tcp://127.0.0.1:1"}, ["endpoint"]])

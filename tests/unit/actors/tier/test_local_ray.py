@@ -170,15 +170,6 @@ def test_a_local_up_that_fails_takes_back_no_arena_that_was_there(config, monkey
     assert (config.node_dir / "arena").exists()
 
 
-def test_a_port_in_use_is_refused_before_anything_starts(name):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        with pytest.raises(ConfigError, match=r"choose another --port"):
-            local_ray.start(name, port=taken.getsockname()[1])
-    assert not local_ray.local_dir(name).exists()
-
-
 def test_a_dashboard_has_a_port_of_its_own_beside_another(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
         monkeypatch.setattr(local_ray, "_DASHBOARD_PORT", other.getsockname()[1])
