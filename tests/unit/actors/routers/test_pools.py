@@ -36,9 +36,7 @@ def test_a_prompt_is_found_where_its_engine_tells_of_it_and_a_salt_makes_a_match
         assert pools.match([9, *PROMPT]) == sure(0)
         for salt in ("s", "\ud800"):  # which JSON can carry
             assert pools.match(PROMPT, salt=salt) == {"a": PoolMatch(num_tokens=0, is_sure=False)}
-        assert pools.match(PROMPT, lora="/a") == pools.match(PROMPT, salt=3) == {}, (
-            "nothing is said"
-        )
+        assert pools.match(PROMPT, lora="/a") == pools.match(PROMPT, salt=3) == {}
         assert pools.match([2**40]) == {}
         assert pools.totals()["pool_event_batches_total", ("applied",)] >= 2
         pools.follow({"b": {}})
