@@ -143,9 +143,7 @@ PARTED = {
 
 
 @pytest.mark.parametrize(
-    ("fields", "num_tokens", "held", "in_pool", "sources", "computed"),
-    PARTED.values(),
-    ids=PARTED,
+    ("fields", "num_tokens", "held", "in_pool", "sources", "computed"), PARTED.values(), ids=PARTED
 )
 def test_the_tokens_of_a_prompt_are(fields, num_tokens, held, in_pool, sources, computed):
     stretches = [Stretch(num_tokens=count, holders={node: "host"}) for count, node in held]

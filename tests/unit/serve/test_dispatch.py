@@ -17,11 +17,7 @@ pytest.importorskip("ray.serve")
 pytest.importorskip("openai")
 
 from ray.serve.context import _get_serve_request_context, _set_request_context
-from ray.serve.exceptions import (
-    BackPressureError,
-    ReplicaUnavailableError,
-    RequestCancelledError,
-)
+from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError, RequestCancelledError
 
 import kvray.serve.dispatch
 from kvray.client import Prefetched
@@ -68,10 +64,7 @@ class Handle:
     """As the handle of Ray's Serve, whose router takes replicas `a`, `b` and so on."""
 
     def __init__(
-        self,
-        *answers: list[Any],
-        failures: Sequence[Exception | None] = (),
-        frozen: str = "",
+        self, *answers: list[Any], failures: Sequence[Exception | None] = (), frozen: str = ""
     ) -> None:
         self.log: list[str] = []
         self.asked: list[Forwarded] = []
