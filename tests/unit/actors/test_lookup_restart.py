@@ -108,19 +108,10 @@ class CountingIndex:
     remove = purge = settle = set_silent = _nothing
 
 
-class Alike(Entries):
-    """Blocks with one key: any number of them takes no memory."""
-
-    def chosen(self, mask: np.ndarray[Any, Any]) -> Entries:
-        count = np.count_nonzero(mask)
-        return Entries(keys=self.keys[:count], parts=self.parts[:count], heads=self.heads[:count])
-
-
-def blocks(count: int) -> Alike:
+def blocks(count: int) -> Entries:
     """Return blocks, of which each partition gets its share."""
-    same = np.broadcast_to(np.zeros(4, dtype="<u8"), (count, 4))
-    heads = np.arange(1, count + 1, dtype=np.uint32)
-    return Alike(keys=same, parts=np.zeros(count, dtype=np.uint32), heads=heads)
+    keys, parts = np.zeros((count, 4), dtype="<u8"), np.zeros(count, dtype=np.uint32)
+    return Entries(keys=keys, parts=parts, heads=np.arange(1, count + 1, dtype=np.uint32))
 
 
 async def until(condition: Callable[[], bool], look_s: float) -> None:
@@ -141,27 +132,28 @@ class Tier:
         num_shards: int,
         num_keys: int,
         key_s: float = KEY_S,
-        partitions: int = 1,
+        split: int = 1,
     ) -> None:
-        self.loop, self._key_s, self._num_partitions = loop, key_s, partitions
+        """Have so many shards of so many keys, which take so long and are split over partitions."""
+        self.loop, self._key_s, self._num_partitions = loop, key_s, split
         self.frozen: dict[str, asyncio.Event] = {}
         self.is_supervised = True
         self.freezes_above = -1  # changes that a poll asks for; 0: frozen shards greet
         self.slow: dict[str, float] = {}
         self.under_way: set[str] = set()
         self.num_calls = self._num_listing = self.most_listing = 0
-        self.shards: dict[str, Announcer] = {}
-        self._held = blocks(num_keys)
-        for number in range(num_shards):
-            self.add(f"s{number}")
+        held, num_held = blocks(num_keys), np.zeros(PARTS_MAX, dtype=np.int64)
+        # It keeps what it holds.
+        self._full: Any = SimpleNamespace(held=lambda: held, num_held=num_held)
+        self.share = -(-num_keys // split)
+        """Keys of each shard that the partition is told of."""
+        self.shards = {f"s{number}": self.shard() for number in range(num_shards)}
         self.start()
 
-    def add(self, shard: str) -> None:
+    def shard(self) -> Announcer:
         made = Announcer(self._num_partitions, clock=self.loop.time)
-        num_held = np.zeros(PARTS_MAX, dtype=np.int64)
-        full = SimpleNamespace(held=lambda: self._held, num_held=num_held)  # keeps what it holds
-        made._deltas = [full]  # type: ignore[list-item]
-        self.shards[shard] = made
+        made._deltas = [self._full]
+        return made
 
     def start(self) -> None:
         """Have the partition start in a process of its own."""
@@ -207,11 +199,10 @@ class Tier:
 
     @property
     def is_told(self) -> bool:
-        share = -(-len(self._held) // self._num_partitions)
         known = self.followers.lookup._shards.values()
         behind = sum(shard.cursor is not None for shard in known)
         num = len(self.shards) - len(self.frozen)
-        told = sum(self.index.keys[shard] >= share - 1 for shard in self.shards)
+        told = sum(self.index.keys[shard] >= self.share - 1 for shard in self.shards)
         return behind >= num and told >= num
 
     async def until_told(self, limit_s: float) -> float:
@@ -269,13 +260,12 @@ async def waits_of_queries(tier: Tier, for_s: float) -> list[float]:
     ],
 )
 def test_a_restarted_lookup_knows_all_in_due_time(num_shards, num_keys, key_s, partitions):
-    share = num_keys // partitions
-    limit_s = 1.3 * num_shards * (share * key_s + 10 * CALL_S) + 5
+    limit_s = 1.3 * num_shards * (num_keys // partitions * key_s + 10 * CALL_S) + 5
 
     @played(num_shards, num_keys, key_s, partitions)
     async def test(tier: Tier) -> None:
         assert await tier.until_told(limit_s) < limit_s, "in time"
-        assert tier.index.num_taken == num_shards * share, "nothing is said twice"
+        assert tier.index.num_taken == num_shards * tier.share, "nothing is said twice"
         assert tier.most_listing == TURNS
         await tier.restart()
         assert await tier.until_told(limit_s) < limit_s, "in time again"
@@ -318,7 +308,7 @@ async def test_shards_that_freeze_with_a_turn_give_it_back(tier):
 async def test_a_shard_that_is_gone_is_forgotten_and_another_one_followed(tier):
     assert await tier.until_told(30) < 30
     del tier.shards["s0"]
-    tier.add("new")
+    tier.shards["new"] = tier.shard()
     await asyncio.sleep(3)
     assert sorted(tier.index.keys) == ["new", "s1", "s2"]
     assert tier.is_told

@@ -47,6 +47,15 @@ class Actor:
         return SimpleNamespace(remote=remote)
 
 
+@pytest.fixture
+def actor(monkeypatch: pytest.MonkeyPatch) -> Actor:
+    """The actor, which routers find."""
+    made = Actor()
+    handle = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda **_: made))
+    monkeypatch.setattr("kvray.actors.routers.exchange.ray.remote", lambda _: handle)
+    return made
+
+
 def routers(actor: Actor, number: int) -> list[Any]:
     made = [SharedLoads("engines", "tier", list, **OPTIONS) for _ in range(number)]
     for one in made:
@@ -64,16 +73,14 @@ async def send(router: Any, request: str) -> Choice:
     return choice
 
 
-async def test_a_burst_over_several_routers_takes_every_replica_once():
-    actor = Actor()
+async def test_a_burst_over_several_routers_takes_every_replica_once(actor):
     made = routers(actor, 4)
     sent = await asyncio.gather(*(send(one, f"r{at}") for at, one in enumerate(made)))
     assert {one.replica for one in sent} == set(NAMES)
     assert {one for _, one in actor.inside._requests.values()} == set(NAMES)
 
 
-async def test_first_tokens_and_ends_are_told():
-    actor = Actor()
+async def test_first_tokens_and_ends_are_told(actor):
     one, other = routers(actor, 2)
     first = await send(one, "r0")
     queue = actor.inside._loads._loads[first.replica]
@@ -88,11 +95,8 @@ async def test_first_tokens_and_ends_are_told():
     assert len(actor.inside._requests) == 1
 
 
-async def test_what_a_router_sent_ends_also_after_it_was_the_only_one(monkeypatch):
-    actor = Actor()
+async def test_what_a_router_sent_ends_also_after_it_was_the_only_one(actor):
     one, other = routers(actor, 2)
-    handle = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda **_: actor))
-    monkeypatch.setattr("kvray.actors.routers.exchange.ray.remote", lambda _: handle)
     await send(one, "r0")
     del actor.inside._routers[other._router]
     one.start()
@@ -103,8 +107,7 @@ async def test_what_a_router_sent_ends_also_after_it_was_the_only_one(monkeypatc
     assert not one._elsewhere
 
 
-async def test_a_request_that_went_elsewhere_counts_there():
-    actor = Actor()
+async def test_a_request_that_went_elsewhere_counts_there(actor):
     (one,) = routers(actor, 1)
     choice = await send(one, "r0")
     second = choice.ranked[1].cost
@@ -117,8 +120,7 @@ async def test_a_request_that_went_elsewhere_counts_there():
 
 
 @pytest.mark.parametrize("fault", ["is_dead", "is_late"])
-async def test_without_the_actor_a_router_chooses_by_itself(fault):
-    actor = Actor()
+async def test_without_the_actor_a_router_chooses_by_itself(actor, fault):
     (one,) = routers(actor, 1)
     setattr(actor, fault, True)
     first = await send(one, "r0")
@@ -127,8 +129,7 @@ async def test_without_the_actor_a_router_chooses_by_itself(fault):
     one.done("r0", 1.0)
 
 
-async def test_a_request_that_is_given_up_as_the_actor_chooses_is_nobodys():
-    actor = Actor()
+async def test_a_request_that_is_given_up_as_the_actor_chooses_is_nobodys(actor):
     (one,) = routers(actor, 1)
     actor.is_late = True
     asked = asyncio.create_task(send(one, "r0"))
@@ -139,7 +140,7 @@ async def test_a_request_that_is_given_up_as_the_actor_chooses_is_nobodys():
     assert not actor.inside._requests
 
 
-async def test_the_requests_of_a_router_that_is_gone_end(monkeypatch):
+def test_the_requests_of_a_router_that_is_gone_end(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("kvray.actors.routers.exchange.time.monotonic", lambda: now[0])
     made = AllLoads(**OPTIONS)
@@ -150,11 +151,9 @@ async def test_the_requests_of_a_router_that_is_gone_end(monkeypatch):
     assert not made._requests
 
 
-async def test_first_tokens_outlive_a_call_that_fails(monkeypatch):
-    actor, taken = Actor(), [[0.5], [0.25]]
+async def test_first_tokens_outlive_a_call_that_fails(actor, monkeypatch):
+    taken = [[0.5], [0.25]]
     monkeypatch.setattr("kvray.actors.routers.exchange._HELLO_S", 0.0)
-    handle = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda **_: actor))
-    monkeypatch.setattr("kvray.actors.routers.exchange.ray.remote", lambda _: handle)
     one = SharedLoads("engines", "tier", lambda: taken.pop() if taken else [], **OPTIONS)
     actor.is_dead = True
     one.start()
