@@ -1,4 +1,4 @@
-"""What `up` makes of parts that cannot be started, and of a supervisor that is there no more."""
+"""What `up` makes of parts that cannot be started, and who is told of new weights."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,7 @@ from kvray.actors.names import SUPERVISOR_NAME, shard_name
 from kvray.actors.tier import rollout, tier
 from kvray.actors.tier.changes import Plan
 from kvray.config import KVRayConfig
-from kvray.errors import KVRayError, ShardUnavailable
+from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 
 SHARD = shard_name("a" * 12)
 WHY = "An actor of the tier is gone (ModuleNotFoundError: No module named 'kvray')."
@@ -77,3 +77,72 @@ def test_nobody_waits_for_a_part_that_an_ended_tier_does_not_restart(cluster, mo
     monkeypatch.setattr(rollout.calls, "get_actor", get_actor)
     with pytest.raises(ShardUnavailable, match="no actor"):
         rollout._await(SHARD, 60.0, rollout.SILENT)
+
+
+# -- new weights ----------------------------------------------------------------------------------
+
+
+Answers = dict[str, dict[int, int] | KVRayError]
+
+
+class Replica:
+    """Of which a lookup knows on which shards it has ranks, and those answer so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ranks: dict[int, str] = {}
+        self.answers: Answers = {}
+        self.told: list[tuple[str, Any]] = []
+        monkeypatch.setattr(tier, "ask_to_be_admitted", lambda config, timeout_s: None)
+        monkeypatch.setattr(tier.calls, "get_actor", self._actor)
+        monkeypatch.setattr(tier.calls, "call", lambda method, *args, timeout_s: method(*args))
+        monkeypatch.setattr(tier.calls, "ask_all", self._ask_all)
+
+    def _actor(self, name: str) -> Any:
+        return SimpleNamespace(replica=lambda replica: self.ranks, set_weights_version=name)
+
+    def _ask_all(self, methods: dict[str, str], timeout_s: float, *args: Any) -> Answers:
+        _, version, wait_s = args
+        assert wait_s < timeout_s
+        self.told += [(shard, version) for shard in sorted(methods)]
+        return {shard: self.answers[shard] for shard in methods}
+
+    def name(self, version: Any) -> list[int]:
+        return tier.set_weights_version("one", version, config=KVRayConfig(), timeout_s=9.0)
+
+
+@pytest.fixture
+def replica(monkeypatch: pytest.MonkeyPatch) -> Replica:
+    return Replica(monkeypatch)
+
+
+@pytest.mark.parametrize(("version", "text"), [("a", "a"), (7, "7"), (0, "0"), (None, None)])
+def test_every_shard_of_the_replica_is_told_once(replica, version, text):
+    replica.ranks = {0: "a", 1: "a", 2: "b", 3: "b"}
+    replica.answers = {"a": {0: 4, 1: 4}, "b": {2: 4, 3: 4}}
+    assert replica.name(version) == [0, 1, 2, 3]
+    assert replica.told == [("a", text), ("b", text)]
+
+
+B_IS_GONE = ShardUnavailable("b is gone.")
+LOST: dict[str, tuple[dict[int, str], Answers, type[KVRayError], str]] = {
+    "a shard": ({0: "a", 1: "b"}, {"a": {0: 2}, "b": B_IS_GONE}, ShardUnavailable, "b is gone"),
+    "rank 1": ({0: "a"}, {"a": {0: 2}}, ShardUnavailable, r"Ranks \[1\] of replica 'one'"),
+    "rank 0": ({1: "a"}, {"a": {1: 2}}, ShardUnavailable, r"Ranks \[0\] of replica 'one'"),
+    "the engine": ({}, {}, ConfigError, "No engine of a replica 'one' is connected"),
+    "it meanwhile": ({0: "a"}, {"a": {}}, ConfigError, "No engine of a replica 'one'"),
+}
+
+
+@pytest.mark.parametrize("who", LOST)
+def test_who_is_not_there_to_be_told_is_named(replica, who):
+    replica.ranks, replica.answers, kind, words = LOST[who]
+    with pytest.raises(kind, match=words):
+        replica.name("2")
+
+
+@pytest.mark.parametrize("version", ["", "x" * 257, True, 1.5, b"2", []])
+def test_what_is_no_version_is_refused_before_anybody_is_told(replica, version):
+    replica.ranks, replica.answers = {0: "a"}, {"a": {0: 1}}
+    with pytest.raises(ConfigError, match="A version of weights is a number, or a text"):
+        replica.name(version)
+    assert replica.told == []
