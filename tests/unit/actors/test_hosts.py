@@ -25,32 +25,18 @@ def test_a_node_is_called_by_its_host_and_two_on_one_host_by_their_ids_too():
     assert labels(HOSTS, with_ids=True)[A] == f"gpu-1.rack (10.0.0.1, {A})"
 
 
-@pytest.mark.parametrize(
-    ("text", "node"),
-    [
-        ("gpu-1.rack", A),
-        ("gpu-1", A),
-        ("10.0.0.3", C),
-        ("0a1", A),
-        (f"kvray-shard-{B}", B),
-        (f"{A}00112233", A),
-    ],
-)
-def test_a_host_name_an_ip_or_an_id_means_a_node(text, node):
-    assert node_meant(text, HOSTS) == node
+MEANT = {"gpu-1.rack": A, "gpu-1": A, "10.0.0.3": C, "0a1": A, f"kvray-shard-{B}": B, f"{A}00": A}
+NOT_MEANT = {"gpu-2": "several nodes are", "0a": "several nodes are", "": "no node", "x": "no node"}
 
 
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("gpu-2", "several nodes are"),
-        ("0a", "several nodes are"),
-        ("", "no node"),
-        ("x", "no node"),
-    ],
-)
-def test_who_means_no_node_or_several_is_told_which_there_are(text, fault):
-    with pytest.raises(ConfigError, match=fault) as raised:
+@pytest.mark.parametrize("text", MEANT)
+def test_a_host_name_an_ip_or_an_id_means_a_node(text):
+    assert node_meant(text, HOSTS) == MEANT[text]
+
+
+@pytest.mark.parametrize("text", NOT_MEANT)
+def test_who_means_no_node_or_several_is_told_which_there_are(text):
+    with pytest.raises(ConfigError, match=NOT_MEANT[text]) as raised:
         node_meant(text, HOSTS)
     assert f"10.0.0.2, {B}" in str(raised.value)
 

@@ -203,15 +203,11 @@ def test_blocks_that_become_full_while_a_request_runs_are_told_with_their_parent
     assert told(tokens.take(SIZE))[keys[2][:8]] == (keys[1][:8], (3,) * SIZE)
 
 
-@pytest.mark.parametrize("again", ["another generation", "what could not be told"])
-def test_all_is_told_again_with_the_next_prompt(again):
+def test_what_could_not_be_told_is_told_again_with_the_next_prompt():
     tokens = asked()
     tell(tokens, 1, 2)
     tokens.take(SIZE)
-    if again == "another generation":
-        tokens.hear(2)
-    else:
-        tokens.forget()
+    tokens.forget()
     keys = tell(tokens, 1, 2)
     assert set(told(tokens.take(SIZE))) == {key[:8] for key in keys}
 
