@@ -170,8 +170,8 @@ def test_a_full_holder_table_is_tried_again(make_shard, make_link, directory, ca
     link = make_link()
     assert link.arena is None
     others[0].leave()
-    for said in ("no tier yet", f"attached to arena {arena_of(link).arena_id}"):
-        assert caplog.text.count(said) == 1
+    wait_for(lambda: f"attached to arena {arena_of(link).arena_id}" in caplog.text)
+    assert caplog.text.count("no tier yet") == 1
     for other in others:
         other.close()
 
