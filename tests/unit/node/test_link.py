@@ -205,20 +205,18 @@ def slow_populating(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return begun
 
 
-@pytest.mark.usefixtures("slow_populating")
-def test_populating_ends_with_the_link(shard, make_link):
+@pytest.mark.parametrize("end", ["link", "arena"])
+def test_populating_ends_with_the_link_or_the_arena(slow_populating, shard, make_link, end):
     of_the_shard = populators()
     link = make_link()
-    assert populators() > of_the_shard
-    link.detach()
-    assert populators() == of_the_shard
-
-
-def test_populating_ends_with_the_arena(slow_populating, shard, make_link):
-    make_link()
     assert slow_populating.wait(HANG_S)
-    shard.stop(retire=True, timeout_s=5)
-    wait_for(lambda: not populators(), "the end of it")
+    assert populators() > of_the_shard
+    if end == "link":
+        link.detach()
+        assert populators() == of_the_shard
+    else:
+        shard.stop(retire=True, timeout_s=5)
+        wait_for(lambda: not populators(), "the end of it")
 
 
 # -- deferring ------------------------------------------------------------------------------------

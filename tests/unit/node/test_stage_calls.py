@@ -198,11 +198,14 @@ def client(directory: Path) -> Iterator[ShardSocket]:
     made.close()
 
 
-def test_replies_belong_to_their_requests(peer, client):
+def test_replies_belong_to_their_requests_and_one_that_no_frame_takes_costs_itself(peer, client):
     peer.scripts = [echo]
     with ThreadPoolExecutor(20) as pool:
         got = pool.map(lambda n: client.call("echo", timeout_s=5, n=n)["n"], range(20))
     assert list(got) == list(range(20))
+    with pytest.raises(TransferError):
+        client.call("echo", timeout_s=5, n=bytes(wire.FRAME_MAX))
+    assert client.call("echo", timeout_s=5, n=2)["n"] == 2
     assert peer.connections == 1
 
 
@@ -253,15 +256,6 @@ def test_a_hang_up_between_calls_is_noticed_before_the_next(peer, client):
     for n in range(3):
         assert client.call("echo", timeout_s=5, n=n)["n"] == n
         time.sleep(0.05)
-
-
-def test_a_request_that_no_frame_takes_leaves_the_connection_alone(peer, client):
-    peer.scripts = [echo]
-    assert client.call("echo", timeout_s=5, n=1)["n"] == 1
-    with pytest.raises(TransferError):
-        client.call("echo", timeout_s=5, n=bytes(wire.FRAME_MAX))
-    assert client.call("echo", timeout_s=5, n=2)["n"] == 2
-    assert peer.connections == 1
 
 
 def test_it_works_with_descriptors_above_what_select_takes(peer, client):

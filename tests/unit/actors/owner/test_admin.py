@@ -29,11 +29,8 @@ def config(tmp_path: Path) -> KVRayConfig:
     return with_token(tmp_path / "token", TOKEN)
 
 
-def test_who_has_the_token_is_let_in(tmp_path, config):
+def test_who_has_the_token_is_let_in_and_who_has_none_or_another_one_is_not(tmp_path, config):
     check_proof(config, proof_of(with_token(tmp_path / "copy", TOKEN + b"\n")))
-
-
-def test_who_has_none_or_another_one_is_not(tmp_path, config):
     other = with_token(tmp_path / "other", OTHER)
     for proof in ("", proof_of(None), proof_of(other), TOKEN.decode(), "é" * 64):
         with pytest.raises(ConfigError, match=r"with a token only.*auth_token_file"):
