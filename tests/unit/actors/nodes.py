@@ -69,30 +69,22 @@ class Nodes:
         self.calls: list[tuple[str, str]] = []
         self.orders: list[FetchOrder] = []
         self.was_ordered = asyncio.Event()
-        """Set by the first order."""
-        self.frozen: set[str] = set()
-        """Actors that never answer."""
-        self.gone: set[str] = set()
-        """Actors that are not there."""
-        self.replicas: dict[str, Replicas] = {}
+        self.frozen: set[str] = set()  # actors that never answer
+        self.gone: set[str] = set()  # actors that are not there
+        self.replicas: dict[str, Replicas] = {}  # by their shards, as the next ones
         self.rank_stagers: dict[str, ReplicaStager] = {}
-        """By the name of the shard that has it."""
-        self.others: dict[str, Answer] = {}
-        """Answers of other actors, by `actor.method`."""
+        self.others: dict[str, Answer] = {}  # those of other actors, by `actor.method`
         self.may_move = asyncio.Event()
         self.may_move.set()
-        self.blocks_per_step = 10**6
-        """After so many blocks a mover asks again whether it may go on."""
+        self.blocks_per_step = 10**6  # after which a mover asks again whether it may go on
 
     @classmethod
     def make(cls, parent: Path, names: str = "ab", *, num_slabs: int = 8) -> "Nodes":
         """Return nodes with new arenas, each in a directory of its own."""
-        arenas = {}
         for name in names:
             (parent / name).mkdir(parents=True)
-            asked = spec(num_slabs=num_slabs, holders_max=16)
-            arenas[name] = make_arena(parent / name, asked=asked)
-        return cls(arenas)
+        asked = spec(num_slabs=num_slabs, holders_max=16)
+        return cls({name: make_arena(parent / name, asked=asked) for name in names})
 
     def __getitem__(self, name: str) -> Node:
         return self.by_name[name]
@@ -110,21 +102,19 @@ class Nodes:
         *,
         settings: StagingConfig = SETTINGS,
         num_shards: int = 2,
-        num_partitions: int = 1,
+        **more: int,
     ) -> Stager:
-        arena = self.by_name[name].arena
-        count = {"num_shards": lambda: num_shards, "num_partitions": num_partitions}
-        return Stager(arena, self._peers(name, settings), settings, **count)
+        """Return what stages at a node; `more` may be `num_partitions`."""
+        peers = self._peers(name, settings)
+        return Stager(self[name].arena, peers, settings, num_shards=lambda: num_shards, **more)
 
     def replica_stager(self, name: str, ranks: Mapping[int, Reader]) -> ReplicaStager:
         """Return what stages at a node, where those ranks of the replica `r` are registered."""
-        node, replicas, peers = self.by_name[name], Replicas(), self._peers(name, SETTINGS)
-        stager = Stager(node.arena, peers, SETTINGS, num_shards=lambda: 2)
+        node, replicas, peers = self[name], Replicas(), self._peers(name, SETTINGS)
         for rank, reader in ranks.items():
             replicas.register(rank, "r", rank, reader)
-        made = ReplicaStager(node.arena, stager, replicas, peers, SETTINGS)
-        self.rank_stagers[node.shard] = made
-        self.replicas[node.shard] = replicas
+        made = ReplicaStager(node.arena, self.stager(name), replicas, peers, SETTINGS)
+        self.rank_stagers[node.shard], self.replicas[node.shard] = made, replicas
         return made
 
     def replica(self, replica: str) -> dict[int, str]:
@@ -163,7 +153,7 @@ class Nodes:
             leases = there.leases
             return leases.lease(*args) if method == "lease_ranks" else leases.release(*args)
         assert method == "fetch", (actor, method)
-        return await self.fetch(self.by_name[actor.rpartition("-")[2]], unpacked(*args))
+        return await self.fetch(self[actor.rpartition("-")[2]], unpacked(*args))
 
     def locate(self, *pieces: bytes) -> list[Run]:
         keys, index = b"".join(pieces), Index()
@@ -181,14 +171,12 @@ class Nodes:
         self.was_ordered.set()
         here, sources = [], {}
         for span in order.spans:
-            source = self.by_name[span.source.rpartition("-")[2]]
-            gone = (
-                ShardUnavailable("It is gone.") if span.source in self.gone | self.frozen else None
-            )
-            here.append(0 if gone else await self._move(source, target, span, order.purpose))
+            source = self[span.source.rpartition("-")[2]]
+            is_gone = span.source in self.gone | self.frozen
+            here.append(0 if is_gone else await self._move(source, target, span, order.purpose))
             moved = {"num_blocks": here[-1], "num_bytes": here[-1] * SLOT, "transport": "copy"}
-            seconds = 0.0 if gone else 0.001
-            sources[span.source] = SourceReport.of(gone, seconds=seconds, **moved)
+            error, seconds = (ShardUnavailable("It is gone."), 0.0) if is_gone else (None, 0.001)
+            sources[span.source] = SourceReport.of(error, seconds=seconds, **moved)
         if order.purpose == "use":
             for span in reversed(order.spans):
                 target.mover.note_use(split_keys(span.keys), span.part)
@@ -229,12 +217,9 @@ def prefix_of(
     keys: Sequence[BlockKey], *requests: PartRequest, seconds_per_block: float = 0.0
 ) -> Prefix:
     parts = requests or (PartRequest(0),)
-    return Prefix(
-        keys=tuple(keys),
-        readers=(parts,),
-        block_bytes={one.part: SLOT for one in parts},
-        seconds_per_block=seconds_per_block,
-    )
+    sizes = {one.part: SLOT for one in parts}
+    asked = {"keys": tuple(keys), "readers": (parts,), "block_bytes": sizes}
+    return Prefix(**asked, seconds_per_block=seconds_per_block)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -248,8 +233,7 @@ async def until(condition: Callable[[], bool]) -> None:
 # -- two shards, and an engine: what it asks of one comes from the other ---------------------------
 
 MINE = replace(NAMESPACE, part_bytes=4096)
-HURRIED = SETTINGS.model_copy(update={"handover_s": 0.5})
-"""For tests in which something is frozen."""
+HURRIED = SETTINGS.model_copy(update={"handover_s": 0.5})  # for tests where something is frozen
 PATIENT = HURRIED.model_copy(update={"deadline_s": 60.0, "call_timeout_s": 60.0})
 """For all others: what a starved machine does late has come all the same."""
 
@@ -315,13 +299,9 @@ def make_tier(*, staging: StagingConfig = PATIENT, **changes: Any) -> Iterator[T
         )
         shards = {}
         for name in "ab":
-            settings = settings_for(
-                parent / name,
-                staging=staging,
-                nvme=nvme_for(disk) if name == "b" else None,
-                admission="all",
-                **changes,
-            )
+            nvme = nvme_for(disk) if name == "b" else None
+            own = {"staging": staging, "nvme": nvme, "admission": "all", **changes}
+            settings = settings_for(parent / name, **own)
             shards[name] = line.follow(Shard(f"kvray-shard-{name}", settings, ask=ask))
             stack.callback(sweep, parent / name)
             shards[name].start()
