@@ -129,7 +129,8 @@ class Bringer:
 
 
 def dispatcher(handle: Any, prefetcher: Any = None, **options: Any) -> Dispatcher:
-    made = Dispatcher(handle, Settings(prefetch_timeout_s=0, **options))
+    options = {"prefetch_timeout_s": 0, "request_timeout_s": 20.0, **options}
+    made = Dispatcher(handle, Settings(**options))
     made._prefetcher = prefetcher or Bringer(handle.log)
     return made
 
@@ -241,7 +242,7 @@ async def test_only_requests_that_no_engine_takes_for_a_while_fill_the_queue(mon
 async def leave(listens: Coroutine[Any, Any, Any], *, once: Callable[[], object]) -> None:
     """Be a client that goes once that is so, while its answer does not come on."""
     asked = asyncio.create_task(listens)
-    while not once():  # noqa: ASYNC110 - nobody tells
+    while not (once() or asked.done()):  # noqa: ASYNC110 - nobody tells
         await asyncio.sleep(0.001)
     asked.cancel()
     await asyncio.wait({asked})
