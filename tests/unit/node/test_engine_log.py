@@ -62,10 +62,10 @@ def keys(count: int, seed: int = 0) -> list[BlockKey]:
     return split_keys(np.random.default_rng(seed).bytes(32 * count))
 
 
-def heard(limit: int = LIMIT_MAX) -> PromptNotes:
-    """Return notes for a shard that has said what it wants."""
+def heard() -> PromptNotes:
+    """Return notes for a shard that has said that it wants all."""
     notes = PromptNotes()
-    notes.hear(limit)
+    notes.hear(LIMIT_MAX)
     return notes
 
 
@@ -80,8 +80,9 @@ def test_nothing_is_looked_at_before_the_shard_has_said_what_it_wants():
     assert notes.take() is None
     notes.hear(None)
     assert notes.take() is None
-    notes.hear(LIMIT_MAX)
-    assert notes.take() is not None
+    notes.hear(0)
+    taken = notes.take()
+    assert (len(taken.ages), taken.num_blocks) == (0, 4), "without a sampled key it is in the sums"
     assert notes.take() is None
 
 
@@ -106,13 +107,6 @@ def test_a_sample_has_the_keys_below_the_limit_and_the_sums_of_all():
     assert (taken.num_hit, taken.num_disk) == (20 + 60, 2 + 50), "no more than it has"
     assert taken.num_remote == 5 + 10
     assert taken.ages.tolist() == [2.5, 0.0]
-
-
-def test_a_prompt_without_a_sampled_key_is_in_the_sums():
-    notes = heard(0)
-    notes.note(keys(10), PromptCounts(320, 10))
-    taken = notes.take()
-    assert (len(taken.ages), taken.num_blocks) == (0, 10)
 
 
 def test_of_a_very_long_prompt_the_first_blocks_are_looked_at():

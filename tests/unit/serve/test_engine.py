@@ -19,10 +19,11 @@ from kvray.serve.engine import Engine, Forwarded, Head
 from kvray.serve.settings import Settings
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.anyio
+
 STALL_S = 0.5
 DEADLINE_S = 60.0
 LONG_TOKENS = 3000
-
 
 Start = Callable[[Callable[[], None]], Any]
 
@@ -98,7 +99,6 @@ def test_a_router_knows_what_the_engine_has_and_has_evicted(engine):
         wait_for(lambda: tokens(prompts[-1]) == 992, "the blocks of the last one")
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engine_that_hangs_is_unhealthy_and_an_idle_one_is_not(engine, stream):
     await listen(engine, 2, stream=stream)
@@ -120,7 +120,6 @@ async def test_an_engine_that_hangs_is_unhealthy_and_an_idle_one_is_not(engine, 
     await engine.check_health()
 
 
-@pytest.mark.anyio
 async def test_a_stream_that_opens_beside_a_long_silent_answer_is_not_its_silence(engine):
     whole = asyncio.create_task(listen(engine, LONG_TOKENS))
     await asyncio.sleep(2 * STALL_S)
@@ -160,7 +159,6 @@ ODD = {
 }
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("name", ODD)
 async def test_odd_heads_are_passed_on_and_errors_have_no_secrets(engine, monkeypatch, name):
     monkeypatch.setattr("kvray.serve.engine._LEAVE_S", 0.1)
@@ -181,7 +179,6 @@ LATIN = b"caf\xe9 \xc3\xa9"
 """A byte that is no UTF-8, and two that are."""
 
 
-@pytest.mark.anyio
 async def test_headers_travel_byte_for_byte_but_for_those_of_one_connection(engine, monkeypatch):
     headers = [
         (b"host", b"example.org"),
@@ -211,7 +208,6 @@ async def test_headers_travel_byte_for_byte_but_for_those_of_one_connection(engi
     assert body == [b"hi", b""]
 
 
-@pytest.mark.anyio
 async def test_a_caller_that_goes_leaves_no_request(engine):
     asked = asyncio.create_task(listen(engine, LONG_TOKENS, stream=True))
     await asyncio.sleep(0.5)
@@ -223,7 +219,6 @@ async def test_a_caller_that_goes_leaves_no_request(engine):
     assert await finish(listen(engine, 2)) == "length"
 
 
-@pytest.mark.anyio
 async def test_a_replica_ends_with_its_engine_and_refuses_no_request_before(start):
     has_left = threading.Event()
     engine = start(has_left.set)

@@ -140,15 +140,19 @@ async def test_a_request_that_is_given_up_as_the_actor_chooses_is_nobodys(actor)
     assert not actor.inside._requests
 
 
-def test_the_requests_of_a_router_that_is_gone_end(monkeypatch):
+def test_requests_of_a_router_that_is_gone_end_and_its_first_tokens_ten_minutes_later(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("kvray.actors.routers.exchange.time.monotonic", lambda: now[0])
     made = AllLoads(**OPTIONS)
-    assert (made.hello("one"), made.hello("other")) == (1, 2)
+    assert (made.hello("one", [0.5, 0.25]), made.hello("other")) == (1, 2)
     made.choose("one", "r0", PLACES, 320, survey("r0"), is_told=True)
     now[0] = 60.0
-    assert made.hello("other") == 1
+    assert made.hello("other", [2.0]) == 1
     assert not made._requests
+    now[0] = 599.0
+    assert made.first_tokens() == [0.5, 0.25, 2.0]
+    now[0] = 601.0
+    assert made.first_tokens() == [2.0]
 
 
 async def test_first_tokens_outlive_a_call_that_fails(actor, monkeypatch):
@@ -167,18 +171,6 @@ async def test_first_tokens_outlive_a_call_that_fails(actor, monkeypatch):
         one._running.cancel()
         await asyncio.sleep(0.001)
     assert actor.inside.first_tokens() == [0.25, 0.5]
-
-
-def test_first_tokens_are_those_of_the_last_ten_minutes(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("kvray.actors.routers.exchange.time.monotonic", lambda: now[0])
-    made = AllLoads(**OPTIONS)
-    made.hello("one", [0.5, 0.25])
-    now[0] = 400.0
-    made.hello("other", [2.0])
-    assert made.first_tokens() == [0.5, 0.25, 2.0]
-    now[0] = 700.0
-    assert made.first_tokens() == [2.0]
 
 
 def test_replicas_that_are_gone_are_forgotten_and_requests_bounded(monkeypatch):

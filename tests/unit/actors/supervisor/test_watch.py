@@ -5,6 +5,7 @@ import time
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -153,7 +154,7 @@ class Tier:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_nodes: int) -> None:
         self.asked: list[set[str]] = []
-        self.looks = 0
+        self.looks = Mock(side_effect=lambda: self.nodes_now)
         self.made: list[tuple[str, float]] = []  # shards that were started, and when
         self.ended: list[str] = []
         self.mute: set[str] = set()  # answers no ping
@@ -172,7 +173,7 @@ class Tier:
         lookup = SimpleNamespace(status=lambda: self.status)
         fakes = {
             "ray": SimpleNamespace(
-                nodes=self.nodes,
+                nodes=self.looks,
                 kill=self.kill,
                 wait=lambda asked, **_: ([one for one in asked if one in self.answered], []),
                 get=self.get,
@@ -190,7 +191,7 @@ class Tier:
             "calls.list_actors": lambda: [*self.names, *self.movers, LOOKUP_NAME],
             "calls.get_actor": lambda _: lookup,
             "calls.call": lambda method, *args, timeout_s: method(*args),
-            "calls.ask_all": self.ask_all,
+            "calls.ask_all": lambda asked, _, by: {name: ask(by) for name, ask in asked.items()},
             "calls.log_to_stderr": lambda: None,
             "SupervisorActor._run": lambda self: None,
         }
@@ -225,16 +226,9 @@ class Tier:
             return False
         raise RuntimeError("it has ended")
 
-    def nodes(self) -> list[dict[str, Any]]:
-        self.looks += 1
-        return self.nodes_now
-
     def kill(self, part: Any, *, no_restart: bool) -> None:
         assert not no_restart
         self.ended.append(part)
-
-    def ask_all(self, methods: dict[str, Any], timeout_s: float, *args: Any) -> dict[str, Any]:
-        return {name: method(*args) for name, method in methods.items()}
 
     def ping(self, parts: dict[str, Any], *, timeout_s: float) -> Answers:
         self.asked.append(set(parts))
@@ -306,7 +300,7 @@ def test_a_shard_that_cannot_be_started_is_tried_ever_less_often_and_its_fault_i
 def test_every_round_asks_all_of_a_small_tier(tier):
     tier.rounds(5)
     assert tier.asked == [{*tier.names, *tier.movers, LOOKUP_NAME}] * 5
-    assert tier.looks == 5
+    assert tier.looks.call_count == 5
 
 
 def test_a_shard_is_told_each_time_that_ray_wants_its_node_to_go_and_once_that_it_stays(tier):
@@ -369,7 +363,7 @@ def test_a_round_asks_no_more_parts_however_many_there_are_and_those_not_heard_i
     assert [len(one) for one in tier.asked] == [201] * 8
     assert all(LOOKUP_NAME in one for one in tier.asked)
     assert set().union(*tier.asked) == tier.movers | {LOOKUP_NAME}, "shards are heard"
-    assert tier.looks == 3, "at 500 nodes a second"
+    assert tier.looks.call_count == 3, "at 500 nodes a second"
     tier.hear(set())
     tier.asked.clear()
     tier.rounds(15)

@@ -113,13 +113,7 @@ def test_only_registered_namespaces_are_labels_whatever_else_the_arena_has(shard
     assert quotas == [mine]
 
 
-def test_a_shard_that_does_not_serve_says_so_and_no_more():
-    figures = ShardFigures(f"kvray-shard-{NODE}", 0.0).of({"state": "preparing"}, 1.0)
-    assert figures.gauges == {("shard_serving", (NODE,)): 0.0}
-    assert figures.totals == []
-
-
-def test_figures_of_lookup_mover_and_supervisor_are_declared():
+def test_figures_of_lookup_mover_and_supervisor_are_declared_and_of_a_shard_that_does_not_serve():
     lookup = Lookup()
     lookup.match(1, b"k" * 64)
     found = lookup_figures(lookup.status(), 0)
@@ -130,6 +124,8 @@ def test_figures_of_lookup_mover_and_supervisor_are_declared():
     assert totals(mover) == {("moved_bytes_total", (NODE, "nixl", "out")): 7}
     check_declared(mover_figures("kvray-mover-b", {"state": "waiting"}))
     check_declared(PartCounts().note({"kvray-shard-a"}, set(), []))
+    waiting = ShardFigures(f"kvray-shard-{NODE}", 0.0).of({"state": "preparing"}, 1.0)
+    assert (waiting.gauges, waiting.totals) == ({("shard_serving", (NODE,)): 0.0}, [])
 
 
 def test_the_curve_has_a_series_for_each_size_of_the_memory_and_registered_namespace():
@@ -375,16 +371,10 @@ def test_a_part_that_starts_or_ends_has_no_figures_and_that_is_no_error(caplog):
     assert caplog.records == []
 
 
-def test_figures_are_not_looked_at_twice_in_a_moment():
+@pytest.mark.parametrize(("work_s", "looks"), [(0.0, [10.0, 10.5, 11.0]), (0.02, [10.0, 11.0])])
+def test_figures_are_looked_at_the_less_often_the_more_work_it_is(monkeypatch, work_s, looks):
     export, look = MetricsExport("tier"), Mock(return_value=Figures())
-    for now in (10.0, 10.1, 10.2, 11.0):
-        export.attempt(look, now)
-    assert look.call_args_list == [call(10.0), call(11.0)]
-
-
-def test_the_more_work_it_is_to_look_the_longer_is_the_pause(monkeypatch):
-    export, look = MetricsExport("tier"), Mock(return_value=Figures())
-    monkeypatch.setattr(metrics_export.time, "thread_time", lambda: 0.1 * look.call_count)
-    for tenths in range(100, 170):
+    monkeypatch.setattr(metrics_export.time, "thread_time", lambda: work_s * look.call_count)
+    for tenths in range(100, 112):
         export.attempt(look, tenths / 10)
-    assert look.call_args_list == [call(10.0), call(15.0)]
+    assert look.call_args_list == [*map(call, looks)]
