@@ -96,16 +96,7 @@ def test_speeds_that_differ_by_chance_leave_no_replica_idle():
     assert counts["d"] < 0.7 * max(counts.values()), "which is a slower machine"
 
 
-def test_a_replica_that_went_takes_its_requests_along():
-    made, found = loads(), survey("p", 100)
-    replica = route(made, found, 1, 0.0).replica
-    made.retain(set(NAMES) - {replica})
-    made.done("1", 0.1)
-    left = [one for one in places() if one.replica != replica]
-    assert made.choose(left, 3200, found, now=0.2).replica != replica
-
-
-def test_an_idle_replica_that_stays_keeps_what_lately_came():
+def test_a_replica_that_stays_keeps_what_lately_came_and_one_that_went_takes_its_requests_along():
     made, found = loads(), survey("p", 100)
     replica = route(made, found, 1, 0.0).replica
     made.done("1", 0.1)
@@ -113,6 +104,11 @@ def test_an_idle_replica_that_stays_keeps_what_lately_came():
     made.retain(NAMES)
     assert parts(made, "utilization", found, 0.2) == before
     assert before[replica] > 0
+    replica = route(made, found, 2, 0.2).replica
+    made.retain(set(NAMES) - {replica})
+    made.done("2", 0.3)
+    left = [one for one in places() if one.replica != replica]
+    assert made.choose(left, 3200, found, now=0.4).replica != replica
 
 
 def told(num_tokens: int, *, is_sure: bool = True) -> list[Place]:
@@ -270,16 +266,8 @@ def test_work_waits_until_its_first_token_or_if_nobody_tells_until_it_is_due(rou
     router.decisions.over("one", now=61.0)
 
 
-def test_the_replica_that_took_it_has_the_work_and_the_blocks(router):
-    router.begin("one")
-    router.decisions.sent("one", "d", now=0.0)
-    loads = {name: len(load) for name, load in router.loads._loads.items()}
-    assert (loads["a"], loads["d"]) == (0, 1)
-    assert router.total("routed_requests_total", "queue") == 1, "the best one was full"
-
-
 @pytest.mark.parametrize("taker", ["d", "of nobody", None])
-def test_a_request_that_a_replica_did_not_take_was_no_work_there(router, taker):
+def test_a_request_is_the_work_of_the_replica_that_took_it_and_of_no_other(router, taker):
     router.begin("before")
     router.decisions.sent("before", "a", now=0.0)
     before = router.loads._loads["a"].utilization(9.0)
@@ -292,6 +280,9 @@ def test_a_request_that_a_replica_did_not_take_was_no_work_there(router, taker):
     assert loads["a"].utilization(9.0) == pytest.approx(before)
     busy = {name for name, load in loads.items() if load.utilization(9.0)}
     assert busy == ({"a", "d"} if taker == "d" else {"a"})
+    assert (len(loads["a"]), len(loads["d"])) == (1, taker == "d")
+    if taker == "d":
+        assert router.total("routed_requests_total", "queue") == 1, "the best one was full"
 
 
 def test_without_a_choice_it_is_a_fallback_without_candidates(router):

@@ -122,11 +122,14 @@ def test_what_differs_on_nodes_with_a_label_concerns_those_only():
     assert plan(parts, changed("nodes"), labels=labels).steps == ()
 
 
-def test_a_setting_that_a_part_has_never_heard_of_had_its_default():
+def test_a_setting_that_a_part_has_never_heard_of_had_its_default_and_one_that_is_no_more_is_none():
     older = {name: value for name, value in DEFAULTS.items() if name != "arena.policy"}
     assert plan({SHARD: made(settings=older)}, DEFAULTS).steps == ()
     (step,) = plan({SHARD: made(settings=older)}, changed("arena.policy")).steps
     assert step.reasons == ("arena.policy is other now and was gittins",), "with both values"
+    old = made(settings={"shard.silent_s": 9.0, "lookup.gone": 1})
+    (step,) = plan({LOOKUP_NAME: old}, DEFAULTS).steps
+    assert [reason.split()[0] for reason in step.reasons] == ["shard.silent_s"]
 
 
 def test_settings_are_plain_values_under_dotted_names():
@@ -174,12 +177,6 @@ def test_a_start_that_does_not_end_says_what_it_waited_for(shards, kind, words, 
     error = tier_module._not_ready(config, shards, SimpleNamespace(ping=None))
     assert type(error) is kind
     assert words in str(error)
-
-
-def test_a_lookup_of_a_version_with_a_setting_that_is_no_more_is_planned_for():
-    old = made(settings={"shard.silent_s": 9.0, "lookup.gone": 1})
-    (step,) = plan({LOOKUP_NAME: old}, DEFAULTS).steps
-    assert [reason.split()[0] for reason in step.reasons] == ["shard.silent_s"]
 
 
 def test_a_part_that_the_supervisor_restarts_at_once_has_ended(monkeypatch):
