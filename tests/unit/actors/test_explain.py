@@ -21,7 +21,7 @@ def known(
     )
 
 
-def test_blocks_are_told_with_all_places_that_have_them_whole():
+def test_blocks_are_told_with_all_places_that_have_them_whole_and_parts_may_be_on_several_nodes():
     answers = {"a": known([1, 1, 0]), "b": known([0, 0, 0], disk=[0, 1, 1])}
     found = block_states(answers, 3, num_parts=1)
     assert [block.places for block in found] == [
@@ -30,9 +30,6 @@ def test_blocks_are_told_with_all_places_that_have_them_whole():
         (("b", "nvme"),),
     ]
     assert {block.state for block in found} == {STORED}
-
-
-def test_parts_on_several_nodes_make_a_block_and_some_of_them_do_not():
     both = {"a": known([1, 1]), "b": known([1, 0])}
     assert [block.state for block in block_states(both, 2, num_parts=2)] == [STORED, PARTIAL]
 

@@ -24,11 +24,6 @@ def order(num_blocks: int) -> FetchOrder:
     return FetchOrder(spans=(span,), deadline_s=3.0)
 
 
-def test_a_small_order_is_sent_as_it_is():
-    assert packed(order(10)) == [order(10)]
-    assert unpacked(*packed(order(10))) == order(10)
-
-
 @pytest.mark.parametrize(
     "large",
     [
@@ -43,6 +38,7 @@ def test_a_small_order_is_sent_as_it_is():
     ids=lambda one: type(one).__name__,
 )
 def test_a_large_one_comes_in_pieces_that_are_sent_with_the_call(large):
+    assert packed(order(10)) == [unpacked(order(10))] == [order(10)], "a small one stays as it is"
     sent = packed(large)
     assert len(sent) > 1
     assert all(len(piece) < 100 * 2**10 for piece in sent)

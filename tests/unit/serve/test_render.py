@@ -37,15 +37,11 @@ def test_every_form_of_a_chat_is_one_prompt_with_a_line_a_message_without_a_temp
         assert text_of("/v1/messages", messages=CHAT[1:], system=system) == lines
 
 
-def test_a_completions_prompt_is_text_token_ids_or_the_first_of_several():
+def test_a_completions_prompt_is_text_token_ids_or_the_first_of_several_and_its_salt_goes_along():
     tokens = ByteTokenizer().encode("one")
     for prompt in ("one", tokens, [tokens, [1, 2]], ["one", "two"]):
         assert text_of("/v1/completions", prompt=prompt) == "one"
-
-
-def test_the_salt_goes_along():
-    body = json.dumps({"prompt": "one", "cache_salt": "acme/1"}).encode()
-    hint = TINY.hint("/v1/completions", body)
+    hint = TINY.hint("/v1/completions", b'{"prompt": "one", "cache_salt": "acme/1"}')
     assert (hint.salt, hint.is_stream) == ("acme/1", False)
     assert hint.tokens.dtype == np.int32
 
