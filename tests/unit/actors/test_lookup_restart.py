@@ -10,8 +10,8 @@ import pickle
 import selectors
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import closing, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
@@ -26,6 +26,8 @@ from kvray.actors.lookup.lookup import CALLS_PER_S, Lookup
 from kvray.actors.shard.announcer import Announcer, Entries
 from kvray.errors import ShardUnavailable
 from kvray.index import PARTS_MAX, Run
+
+pytestmark = pytest.mark.anyio
 
 CALL_S = 0.0005
 """A poll that brings nothing: its serialization, Ray's part included."""
@@ -120,15 +122,11 @@ class Tier:
     """
 
     def __init__(
-        self,
-        loop: CountedTime,
-        num_shards: int,
-        num_keys: int,
-        key_s: float = KEY_S,
-        split: int = 1,
+        self, num_shards: int, num_keys: int, key_s: float = KEY_S, split: int = 1
     ) -> None:
         """Have so many shards of so many keys, which take so long and are split over partitions."""
-        self.loop, self._key_s, self._num_partitions = loop, key_s, split
+        self.loop: Any = asyncio.get_running_loop()
+        self.key_s, self._num_partitions = key_s, split
         self.frozen: dict[str, asyncio.Event] = {}
         self.is_supervised = True
         self.freezes_above = -1  # changes that a poll asks for; 0: frozen shards greet
@@ -151,7 +149,7 @@ class Tier:
     def start(self) -> None:
         """Have the partition start in a process of its own."""
         lookup = Lookup(clock=self.loop.time)
-        lookup.index = self.index = CountingIndex(self.loop, self._key_s)  # type: ignore[assignment]
+        lookup.index = self.index = CountingIndex(self.loop, self.key_s)  # type: ignore[assignment]
         self.followers = Followers(lookup, self._ask)
         self.task = self.loop.create_task(self.followers.run())
 
@@ -206,27 +204,20 @@ class Tier:
         return self.loop.time() - began
 
 
-def played(*asked: Any) -> Callable[..., Any]:
-    """Make a test of a scene, which is played with such a tier in a time that is counted."""
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    """Have time counted."""
+    return "asyncio", {"loop_factory": CountedTime}
 
-    def decorate(scene: Callable[[Tier], Coroutine[Any, Any, Any]]) -> Callable[[], None]:
-        def test() -> None:
-            with closing(CountedTime()) as loop:
-                loop.run_until_complete(main(Tier(loop, *asked)))
 
-        async def main(tier: Tier) -> None:
-            try:
-                await scene(tier)
-            finally:
-                tasks = asyncio.all_tasks() - {asyncio.current_task()}
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+@pytest.fixture
+async def tier(request: pytest.FixtureRequest) -> Tier:
+    return Tier(*request.param)
 
-        test.__name__ = scene.__name__
-        return test
 
-    return decorate
+def of(*asked: Any) -> pytest.MarkDecorator:
+    """Give a test such a tier."""
+    return pytest.mark.parametrize("tier", [asked], indirect=True)
 
 
 async def waits_of_queries(tier: Tier, for_s: float) -> list[float]:
@@ -244,33 +235,29 @@ async def waits_of_queries(tier: Tier, for_s: float) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("num_shards", "num_keys", "key_s", "partitions"),
+    "tier",
     [
         (150, 16_000, KEY_S, 1),
         (300, 16_000, KEY_S, 4),
         (40, 4_000, SHARED_KEY_S, 1),
-        pytest.param(1000, 131_000, KEY_S, 4, marks=pytest.mark.long),
-        pytest.param(10_000, 16_000, KEY_S, 1, marks=pytest.mark.long),
+        pytest.param((1000, 131_000, KEY_S, 4), marks=pytest.mark.long),
+        pytest.param((10_000, 16_000, KEY_S, 1), marks=pytest.mark.long),
     ],
+    indirect=True,
 )
-def test_a_restarted_lookup_knows_all_in_due_time(num_shards, num_keys, key_s, partitions):
-    limit_s = 1.3 * num_shards * (num_keys // partitions * key_s + 10 * CALL_S) + 5
-
-    @played(num_shards, num_keys, key_s, partitions)
-    async def test(tier: Tier) -> None:
-        assert await tier.until_told(limit_s) < limit_s, "in time"
-        assert tier.index.num_taken == num_shards * tier.share, "nothing is said twice"
-        assert tier.most_listing == TURNS
-        took = [end - began for began, end in tier.loop.worked]
-        half = np.percentile(took[len(took) // 2 :], 50)
-        assert half < 0.016, "steps are as short as a slow index asks for"
-        await tier.restart()
-        assert await tier.until_told(limit_s) < limit_s, "in time again"
-
-    test()
+async def test_a_restarted_lookup_knows_all_in_due_time(tier):
+    limit_s = 1.3 * len(tier.shards) * (tier.share * tier.key_s + 10 * CALL_S) + 5
+    assert await tier.until_told(limit_s) < limit_s, "in time"
+    assert tier.index.num_taken == len(tier.shards) * tier.share, "nothing is said twice"
+    assert tier.most_listing == TURNS
+    took = [end - began for began, end in tier.loop.worked]
+    half = np.percentile(took[len(took) // 2 :], 50)
+    assert half < 0.016, "steps are as short as a slow index asks for"
+    await tier.restart()
+    assert await tier.until_told(limit_s) < limit_s, "in time again"
 
 
-@played(120, 16_000)
+@of(120, 16_000)
 async def test_frozen_and_slow_shards_hold_up_no_other_and_get_one_call(tier):
     thaw = asyncio.Event()
     tier.frozen = {f"s{n}": thaw for n in range(40)}
@@ -285,7 +272,7 @@ async def test_frozen_and_slow_shards_hold_up_no_other_and_get_one_call(tier):
     assert await tier.until_told(120) < 120
 
 
-@played(100, 16_000)
+@of(100, 16_000)
 async def test_shards_that_freeze_with_a_turn_give_it_back(tier):
     tier.frozen = {f"s{n}": asyncio.Event() for n in range(2 * TURNS)}
     tier.freezes_above = 0
@@ -293,7 +280,7 @@ async def test_shards_that_freeze_with_a_turn_give_it_back(tier):
     assert not any(tier.index.keys[shard] for shard in tier.frozen)
 
 
-@played(3, 1000)
+@of(3, 1000)
 async def test_a_shard_that_is_gone_is_forgotten_and_another_one_followed(tier):
     assert await tier.until_told(30) < 30
     del tier.shards["s0"]
@@ -308,7 +295,7 @@ async def test_a_shard_that_is_gone_is_forgotten_and_another_one_followed(tier):
     assert tier.index.num_taken == before + 1000, "it is told all again"
 
 
-@played(3, 1000)
+@of(3, 1000)
 async def test_without_a_supervisor_those_are_followed_that_name_themselves(tier):
     assert await tier.until_told(30) < 30
     tier.is_supervised = False
@@ -326,13 +313,13 @@ async def test_without_a_supervisor_those_are_followed_that_name_themselves(tier
     assert sorted(tier.followers.lookup._shards) == ["s0", "s1", "s2"]
 
 
-@played(300, 131_000)
+@of(300, 131_000)
 async def test_queries_wait_for_a_step_while_a_lookup_that_restarted_is_told_all(tier):
     waits = await waits_of_queries(tier, 3.0)
     assert np.percentile(waits, 50) < 0.005
 
 
-@played(500, 10)
+@of(500, 10)
 async def test_however_many_shards_there_are_their_polls_leave_time_for_queries(tier):
     assert await tier.until_told(60) < 60
     await asyncio.sleep(5)
@@ -342,7 +329,7 @@ async def test_however_many_shards_there_are_their_polls_leave_time_for_queries(
     assert np.percentile(waits, 50) < 0.005
 
 
-@played(100, 100)
+@of(100, 100)
 async def test_a_new_block_is_soon_found_elsewhere_in_a_quiet_tier(tier):
     assert await tier.until_told(30) < 30
     index, random, took_s = tier.index, Random(0), []
