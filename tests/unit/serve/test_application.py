@@ -48,6 +48,11 @@ def test_settings_that_are_wrong_or_contradict_each_other_are_refused(settings, 
         Settings.model_validate(settings)
 
 
+def test_an_ingress_that_is_replaced_gives_its_answers_to_the_end():
+    ingress = app({"model": "tiny", "request_timeout_s": 450})._bound_deployment
+    assert ingress._deployment_config.graceful_shutdown_timeout_s == 450
+
+
 def test_a_missing_package_is_a_sentence(monkeypatch):
     monkeypatch.delitem(sys.modules, "kvray.serve.ingress", raising=False)
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
