@@ -67,13 +67,6 @@ async def listen(engine: Any, *args: Any, **options: Any) -> tuple[Head, bytes]:
     return head, b"".join(chunks)
 
 
-async def finish(asked: Any) -> str:
-    """Return why an answer ended."""
-    head, body = await asyncio.wait_for(asked, DEADLINE_S)
-    assert head.status == 200
-    return str(json.loads(body)["choices"][0]["finish_reason"])
-
-
 def server_of(engine: Any) -> psutil.Process:
     """Return the server, which the process that keeps it has started."""
     (keeper,) = psutil.Process(engine._server.process.pid).children()
@@ -216,7 +209,8 @@ async def test_a_caller_that_goes_leaves_no_request(engine):
         await asked
     assert (engine._num_open, engine._num_waiting, engine._num_streams) == (0, 0, 0)
     # One request at a time has the whole engine: a short one does not wait for the long one's end.
-    assert await finish(listen(engine, 2)) == "length"
+    _, body = await asyncio.wait_for(listen(engine, 2), DEADLINE_S)
+    assert json.loads(body)["choices"][0]["finish_reason"] == "length"
 
 
 async def test_a_replica_ends_with_its_engine_and_refuses_no_request_before(start):
