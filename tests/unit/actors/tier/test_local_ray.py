@@ -21,6 +21,7 @@ from kvray.actors.tier import launch, local_ray, ray_node, tier
 from kvray.actors.tier.rollout import Observer
 from kvray.config import KVRayConfig, load_config
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
+from kvray.store.machine.side_file import OWNER_BYTE
 from tests.waiting import HANG_S, wait_for
 
 STAYS = "trap 'kill $!; exit' TERM; sleep 600 & wait"
@@ -95,30 +96,19 @@ def test_a_worker_without_its_environment_is_known_by_its_log(name, tmp_path):
     shutil.rmtree(local_ray.local_dir(name))
 
 
-OWNER = """
-import sys, time
-from pathlib import Path
-from kvray.actors.owner.ownership import as_owner
-with as_owner(Path(sys.argv[1])) as is_owner:
-    print(is_owner, flush=True)
-    time.sleep(600)
-"""
-
-
 @pytest.mark.parametrize(
     "end", [launch._end_local_ray, lambda config: tier._sweep_nodes(config, set(), 1.0)]
 )
-def test_files_of_a_shard_that_is_long_in_dying_are_removed(config, monkeypatch, end):
+def test_files_of_a_shard_that_is_long_in_dying_are_removed(config, child_in, monkeypatch, end):
     config.node_dir.mkdir(mode=0o700)
     monkeypatch.setattr(local_ray, "stop", lambda _: True)
     monkeypatch.setattr(tier.ray, "nodes", list)
-    command = [sys.executable, "-c", OWNER, str(config.node_dir)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shard:
-        assert shard.stdout.readline() == "True\n"
-        # It is gone once somebody waits for it.
-        monkeypatch.setattr(ownership.time, "sleep", lambda _: (shard.kill(), shard.wait()))
-        end(config)
-        shard.kill()
+    shard = child_in(config.node_dir)
+    lock = f"(kept := SideFile.at(directory / 'owner')).try_lock({OWNER_BYTE})"
+    assert shard.say(lock) == "True"
+    # It is gone once somebody waits for it.
+    monkeypatch.setattr(ownership.time, "sleep", lambda _: shard.kill())
+    end(config)
     assert not config.node_dir.exists()
 
 
