@@ -131,7 +131,8 @@ class Bringer:
 def dispatcher(handle: Any, prefetcher: Any = None, **options: Any) -> Dispatcher:
     options = {"prefetch_timeout_s": 0, "request_timeout_s": 20.0, **options}
     made = Dispatcher(handle, Settings(**options))
-    made._prefetcher = prefetcher or Bringer(handle.log)
+    asked: Any = prefetcher or Bringer(handle.log)
+    made._prefetcher = asked
     return made
 
 

@@ -44,7 +44,7 @@ def ingress_of(handle: Handle, **options: Any) -> Ingress:
 
 def client_of(handle: Handle, root_path: str = "", **options: Any) -> TestClient:
     app = ingress_of(handle, **options).__serve_build_asgi_app__()
-    where = {"base_url": "http://example.org", "root_path": root_path}
+    where: Any = {"base_url": "http://example.org", "root_path": root_path}
     return TestClient(app, **where, follow_redirects=False)
 
 

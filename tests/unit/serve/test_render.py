@@ -81,7 +81,7 @@ def smollm2() -> Any:
     return made
 
 
-def rendered(tokenizer: Any, path: str, *, prompts: Prompts | None = None, **asked: Any) -> str:
+def rendered(tokenizer: Any, path: str, *, prompts: Any = None, **asked: Any) -> str:
     prompts = prompts or Prompts(Texts(tokenizer).encode, tokenizer, adds_special=True)
     hint = prompts.hint(path, json.dumps(asked).encode())
     return str(tokenizer.decode(hint.tokens.tolist()))
