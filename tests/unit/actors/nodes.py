@@ -113,7 +113,8 @@ class Nodes:
         node, replicas, peers = self[name], Replicas(), self._peers(name, SETTINGS)
         for rank, reader in ranks.items():
             replicas.register(rank, "r", rank, reader)
-        made = ReplicaStager(node.arena, self.stager(name), replicas, peers, SETTINGS)
+        stager = Stager(node.arena, peers, SETTINGS, num_shards=lambda: 2)
+        made = ReplicaStager(node.arena, stager, replicas, peers, SETTINGS)
         self.rank_stagers[node.shard], self.replicas[node.shard] = made, replicas
         return made
 
