@@ -2,6 +2,7 @@
 
 import importlib.util
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def interpreted() -> ModuleType:
     """The module as it is where Triton runs kernels on the host."""
-    spec = importlib.util.spec_from_file_location("gather_interpreted", compiled.__file__)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location("gather_interpreted", compiled.__file__)
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
@@ -40,16 +39,8 @@ def test_every_piece_lands_and_no_other_byte_is_touched(interpreted, count, size
     order = np.random.default_rng(1).permutation(count)
     for at, into, size in zip(range(count), order, each, strict=True):
         expected[into * room : into * room + size] = source[at * room : at * room + size]
-    pieces = Pieces(
-        *(
-            column.astype(np.uint64)
-            for column in (
-                target.ctypes.data + order * room,
-                source.ctypes.data + np.arange(count) * room,
-                each,
-            )
-        )
-    )
+    ends = target.ctypes.data + order * room, source.ctypes.data + np.arange(count) * room
+    pieces = Pieces(*(column.astype(np.uint64) for column in (*ends, each)))
     assert is_even(pieces)
     interpreted.gather(pieces, CPU)
     assert (target == expected).all()

@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import logging
 import threading
-from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -32,15 +32,12 @@ INVALID_VALUE = 1
 Copies = tuple[np.ndarray, np.ndarray, Pieces]
 
 
-class Attributes(Structure):
+class Attributes(ctypes.Structure):
     """CUmemcpyAttributes of cuda.h, its nested structures written out."""
 
     _fields_ = [
         ("srcAccessOrder", c_int),
-        ("srcLocHint_type", c_int),
-        ("srcLocHint_id", c_int),
-        ("dstLocHint_type", c_int),
-        ("dstLocHint_id", c_int),
+        *((f"{one}LocHint_{what}", c_int) for one in ("src", "dst") for what in ("type", "id")),
         ("flags", c_uint),
     ]
 
@@ -55,31 +52,23 @@ class Driver:
         self.capture_mode = 0  # of the only thread
 
     def library(self) -> SimpleNamespace:
-        library = SimpleNamespace(
-            cuDeviceGet=self._c(c_int, POINTER(c_int), c_int)(self._device_get),
-            cuDevicePrimaryCtxRetain=self._c(c_int, POINTER(c_void_p), c_int)(self._retain),
-            cuDeviceGetAttribute=self._c(c_int, POINTER(c_int), c_int, c_int)(self._attribute),
-            cuCtxSetCurrent=self._c(c_int, c_void_p)(self._set_current),
-            cuThreadExchangeStreamCaptureMode=self._c(c_int, POINTER(c_int))(self._exchange),
-            cuGetErrorString=self._c(c_int, c_int, POINTER(c_char_p))(self._error_string),
-            cuMemcpyAsync=self._c(c_int, c_uint64, c_uint64, c_size_t, c_void_p)(self._copy),
+        addresses, sizes = POINTER(c_uint64), POINTER(c_size_t)
+        batch = (addresses, addresses, sizes, c_size_t, POINTER(Attributes), sizes, c_size_t, sizes)
+        functions: dict[str, tuple[Any, ...]] = {
+            "cuDeviceGet": (self._device_get, POINTER(c_int), c_int),
+            "cuDevicePrimaryCtxRetain": (self._retain, POINTER(c_void_p), c_int),
+            "cuDeviceGetAttribute": (self._attribute, POINTER(c_int), c_int, c_int),
+            "cuCtxSetCurrent": (self._set_current, c_void_p),
+            "cuThreadExchangeStreamCaptureMode": (self._exchange, POINTER(c_int)),
+            "cuGetErrorString": (self._error_string, c_int, POINTER(c_char_p)),
+            "cuMemcpyAsync": (self._copy, c_uint64, c_uint64, c_size_t, c_void_p),
+            "cuMemcpyBatchAsync": (self._copy_batch, *batch, c_void_p),
+        }
+        if not self.has_batches:
+            del functions["cuMemcpyBatchAsync"]
+        return SimpleNamespace(
+            **{name: ctypes.CFUNCTYPE(c_int, *of)(call) for name, (call, *of) in functions.items()}
         )
-        if self.has_batches:
-            library.cuMemcpyBatchAsync = self._c(
-                c_int,
-                POINTER(c_uint64),
-                POINTER(c_uint64),
-                POINTER(c_size_t),
-                c_size_t,
-                POINTER(Attributes),
-                POINTER(c_size_t),
-                c_size_t,
-                POINTER(c_size_t),
-                c_void_p,
-            )(self._copy_batch)
-        return library
-
-    _c = staticmethod(ctypes.CFUNCTYPE)
 
     def _device_get(self, device: Any, ordinal: int) -> int:
         device[0] = 10 + ordinal
@@ -113,18 +102,8 @@ class Driver:
             ctypes.memmove(target, source, size)
         return self.single_error
 
-    def _copy_batch(
-        self,
-        targets: Any,
-        sources: Any,
-        sizes: Any,
-        count: int,
-        attributes: Any,
-        firsts: Any,
-        num_attributes: int,
-        failed: Any,
-        stream: int,
-    ) -> int:
+    def _copy_batch(self, *given: Any) -> int:
+        targets, sources, sizes, count, attributes, firsts, num_attributes, _, stream = given
         order, flags = attributes[0].srcAccessOrder, attributes[0].flags
         self.calls.append(("batch", count, order, flags, firsts[0], num_attributes, stream))
         if not self.batch_error:
@@ -136,12 +115,8 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
-
-    def load(name: str) -> SimpleNamespace:
-        assert name == "libcuda.so.1"
-        return made.library()
-
-    monkeypatch.setattr(cuda_device.ctypes, "CDLL", load)
+    installed = {"libcuda.so.1": made.library}
+    monkeypatch.setattr(cuda_device.ctypes, "CDLL", lambda name: installed[name]())
     monkeypatch.setattr(cuda_device, "_library", made.library)
     return made
 
@@ -207,23 +182,18 @@ def cuda() -> CudaDevice:
 
 
 @pytest.mark.parametrize(
-    ("change", "is_registered", "expected"),
-    [
-        (lambda driver: None, True, BATCHED),
-        (lambda driver: None, False, PAGEABLE),
-        (lambda driver: setattr(driver, "has_batches", False), True, SINGLE),
-    ],
+    ("has_batches", "is_registered", "expected"),
+    [(True, True, BATCHED), (True, False, PAGEABLE), (False, True, SINGLE)],
     ids=["batched", "not registered", "before CUDA 12.8"],
 )
-def test_copies_take_the_best_way_that_there_is(driver, copies, change, is_registered, expected):
+def test_copies_take_the_best_way_that_there_is(
+    driver, copies, has_batches, is_registered, expected
+):
     target, source, pieces = copies
-    change(driver)
+    driver.has_batches = has_batches
     assert copy(cuda(), pieces, is_registered=is_registered) == expected
     assert is_copied(target, source)
-
-
-def test_a_run_is_no_batch(driver, copies):
-    assert copy(cuda(), Pieces(*(column[:1] for column in copies[2]))) == SINGLE
+    assert copy(cuda(), Pieces(*(column[:1] for column in pieces))) == SINGLE, "a run is no batch"
 
 
 def test_refused_batches_are_made_one_by_one_from_then_on_and_said_once(driver, copies, caplog):
@@ -283,11 +253,10 @@ def test_an_engine_s_thread_is_not_left_with_the_error_of_memory_that_is_refused
 # -- the kernel for small pieces ------------------------------------------------------------------
 
 
-def gathering(monkeypatch: pytest.MonkeyPatch, *, load: int, save: int) -> CudaDevice:
-    """Return a device for which a kernel was found to be faster; it copies nothing."""
-    device = cuda()
-    monkeypatch.setattr(device, "_measure", lambda: Below(load, save))
-    monkeypatch.setattr(device, "_copy_by_kernel", lambda *_: None)
+def gathering(*, load: int, save: int, by_kernel: Mock) -> CudaDevice:
+    """Return a device for which a kernel was found to be faster."""
+    device: Any = cuda()
+    device._measure, device._copy_by_kernel = lambda: Below(load, save), by_kernel
     assert device.calibrate() == {"kernel_load_max_bytes": load, "kernel_save_max_bytes": save}
     return device
 
@@ -304,10 +273,10 @@ def gathering(monkeypatch: pytest.MonkeyPatch, *, load: int, save: int) -> CudaD
     ids=["small", "larger", "not registered", "a limit of saves", "no whole words"],
 )
 def test_pieces_that_are_small_on_average_are_for_the_kernel(
-    driver, copies, monkeypatch, load, save, lacking, is_registered, expected
+    driver, copies, load, save, lacking, is_registered, expected
 ):
     pieces = copies[2]._replace(sizes=copies[2].sizes - np.uint64(lacking))
-    device = gathering(monkeypatch, load=load, save=save)
+    device = gathering(load=load, save=save, by_kernel=Mock())
     assert copy(device, pieces, is_registered=is_registered) == expected
 
 
@@ -320,12 +289,11 @@ def test_a_kernel_that_cannot_be_had_is_not_asked_for_again(driver, copies, monk
 
 
 def test_copies_that_the_kernel_cannot_make_are_made_by_engines_from_then_on(
-    driver, copies, monkeypatch, caplog
+    driver, copies, caplog
 ):
     target, source, pieces = copies
-    device = gathering(monkeypatch, load=1024, save=0)
     by_kernel = Mock(side_effect=torch.OutOfMemoryError("no memory for the addresses"))
-    monkeypatch.setattr(device, "_copy_by_kernel", by_kernel)
+    device = gathering(load=1024, save=0, by_kernel=by_kernel)
     assert [copy(device, pieces) for _ in range(2)] == [BATCHED] * 2
     assert by_kernel.call_count == 1
     assert is_copied(target, source)

@@ -68,7 +68,7 @@ class Save:
     content: int
     mark: object
     slot: int = -1
-    ticket: Ticket | None = None
+    ticket: Any = None
 
 
 @dataclass
@@ -163,7 +163,6 @@ class Engine:
     def finish(self) -> None:
         self.device.drain()
         for save in self.saves:
-            assert save.ticket is not None
             assert save.ticket.done()
             self._check(save)
 
@@ -193,7 +192,7 @@ class Engine:
             )
             self.saves.append(save)
             self.device.run(self.random.randrange(4))
-        for save in [one for one in self.saves if one.ticket is not None and one.ticket.done()]:
+        for save in [one for one in self.saves if one.ticket.done()]:
             self._check(save)
             self.saves.remove(save)
             self.free_slots.append(save.slot)
@@ -224,12 +223,8 @@ def test_no_order_of_the_streams_gives_a_wrong_byte(arena, slots, random, hooks)
     engine.pool.close()
 
 
-@pytest.fixture
-def engine(arena: Arena, slots: Array) -> Engine:
-    return Engine(arena, slots, Random(0), has_hooks=True)
-
-
-def test_layers_wait_for_their_own_bytes_and_not_for_later_ones(engine):
+def test_layers_wait_for_their_own_bytes_and_not_for_later_ones(arena, slots):
+    engine = Engine(arena, slots, Random(0), has_hooks=True)
     engine.pool.fence(engine.stream)
     ran = []
     engine.load({0: 0, 1: 1})
@@ -247,31 +242,3 @@ def test_layers_wait_for_their_own_bytes_and_not_for_later_ones(engine):
     assert (engine.region.pages[:2, LAYER_BYTES:] == 0xFF).all()
     engine.device.drain()
     engine.pool.mark(engine.stream)
-
-
-def test_a_pass_that_did_not_wait_for_a_loaded_layer_fails(engine):
-    engine.pool.fence(engine.stream)
-    engine.load({0: 0})
-    engine.pool.wait_for_layer(1, engine.stream)
-    with pytest.raises(LayoutMismatch, match=r"2 layers, 0 the first.*torch\.compile"):
-        engine.pool.mark(engine.stream)
-    engine.pool.mark(engine.stream)  # said of one pass, once
-    engine.device.drain()
-
-
-def test_a_load_of_a_failed_pass_does_not_land_in_the_next(engine):
-    engine.load({0: 0})
-    with pytest.raises(LayoutMismatch):
-        engine.pool.mark(engine.stream)
-    engine.device.launch(engine.stream, lambda: engine.region.pages.fill_(7))
-    while engine.stream.can_step():
-        engine.stream.step()
-    engine.device.drain()
-    assert (engine.region.pages == 7).all()
-
-
-def test_a_dropped_pass_does_not_fail_the_next(engine):
-    engine.load({0: 0})
-    engine.pool.fence(engine.stream)
-    engine.pool.mark(engine.stream)
-    engine.device.drain()

@@ -25,7 +25,7 @@ from tests.kit.devices import (
     reserve,
     slot_views,
 )
-from tests.waiting import wait_for
+from tests.waiting import HANG_S, wait_for
 
 NUM_LAYERS = 3
 
@@ -63,17 +63,16 @@ def full_page(*, num_pages: int = 8) -> Part:
 
 
 LAYOUTS = {
-    "one region": one_region,
-    "strided": lambda: one_region(gap=16),
-    "two regions": two_regions,
-    "full pages": full_page,
+    "one region": one_region(),
+    "strided": one_region(gap=16),
+    "two regions": two_regions(),
+    "full pages": full_page(),
 }
 
 
-@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("part", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("pages", [[0, 1, 2, 3], [6, 2, 7, 0]], ids=["in order", "scattered"])
-def test_saved_pages_are_loaded_byte_for_byte_and_nothing_else_is_written(arena, make, pages):
-    part = make()  # type: ignore[operator]
+def test_saved_pages_are_loaded_byte_for_byte_and_nothing_else_is_written(arena, part, pages):
     for one in part.regions:
         one.pages.copy_(torch.randint(0, 255, one.pages.shape, dtype=torch.uint8))
     before = [one.pages.clone() for one in part.regions]
@@ -95,33 +94,25 @@ def test_saved_pages_are_loaded_byte_for_byte_and_nothing_else_is_written(arena,
 
 
 def test_loads_of_several_requests_and_parts_are_one_batch(arena):
-    own = one_region()
-    shared = part_of(region(8, even_steps(NUM_LAYERS, 8)), index=1)
-    own_slots = reserve(arena, 3, own.block_bytes)
-    shared_slots = reserve(arena, 3, shared.block_bytes, part=1)
-    for part, slots in ((own, own_slots), (shared, shared_slots)):
-        for value, view in enumerate(slot_views(arena, slots, part.block_bytes)):
+    own, shared = one_region(), part_of(region(8, even_steps(NUM_LAYERS, 8)), index=1)
+    slots = [reserve(arena, 3, one.block_bytes, part=one.index) for one in (own, shared)]
+    for part, chosen in zip((own, shared), slots, strict=True):
+        for value, view in enumerate(slot_views(arena, chosen, part.block_bytes)):
             view[:] = 10 * part.index + value
-    pool = pool_of(own, shared)
+    pool, nothing = pool_of(own, shared), np.array([], dtype=np.int64)
+    assert pool.load(arena, [], None).done()
+    assert pool.save(arena, own, nothing, nothing, pool.mark(None)).done()
     loads = [
-        Load(own, own_slots[:2], np.array([5, 6])),
-        Load(own, own_slots[2:], np.array([0])),
-        Load(shared, shared_slots, np.array([1, 2, 3])),
-        Load(shared, shared_slots[:0], np.array([], dtype=np.int64)),
+        Load(own, slots[0][:2], np.array([5, 6])),
+        Load(own, slots[0][2:], np.array([0])),
+        Load(shared, slots[1], np.array([1, 2, 3])),
+        Load(shared, nothing, nothing),
     ]
     pool.load(arena, loads, None)
     assert own.regions[0].pages[[5, 6, 0], 0].tolist() == [0, 1, 2]
     assert shared.regions[0].pages[[1, 2, 3], -1].tolist() == [10, 11, 12]
     assert sum(pool.copied_bytes.values()) == 3 * own.block_bytes + 3 * shared.block_bytes
     pool.close()
-
-
-def test_a_load_of_nothing_is_done(arena):
-    pool, part, _ = prepared(arena)
-    assert pool.load(arena, [], None).done()
-    nothing = np.array([], dtype=np.int64)
-    assert pool.save(arena, part, nothing, nothing, pool.mark(None)).done()
-    assert not pool.copied_bytes
 
 
 @pytest.mark.parametrize(
@@ -143,8 +134,7 @@ def test_pages_that_are_not_there_are_refused_before_any_copy(arena, pages, more
 
 
 def test_a_run_of_whole_pages_is_one_copy(arena):
-    counted = CountingDevice()
-    part = full_page()
+    part, counted = full_page(), CountingDevice()
     pool, slots = pool_of(part, device=counted), reserve(arena, 4, part.block_bytes)
     assert np.diff(slots).tolist() == [1, 1, 1]
     pool.load(arena, [Load(part, slots, np.array([2, 3, 4, 5]))], None)
@@ -192,37 +182,18 @@ def test_only_slots_in_the_registered_part_count_as_such(arena, monkeypatch):
     pool, slots = pool_of(part, device=device), reserve(arena, 20, part.block_bytes)
     pool.attend(arena)
     wait_for(lambda: pool.registered_bytes(arena) == 2**16, "registering")
-    inside = [slot for slot in slots.tolist() if slot < 16]
-    outside = [slot for slot in slots.tolist() if slot >= 16]
-    for chosen in (inside, outside, slots.tolist()):
-        pages = np.arange(len(chosen))
-        pool.load(arena, [Load(part, np.array(chosen), pages)], None)
+    for chosen in (slots[slots < 16], slots[slots >= 16], slots):
+        pool.load(arena, [Load(part, chosen, np.arange(len(chosen)))], None)
     assert device.are_registered == [True, False, False]
     pool.close()
 
 
-over = pytest.mark.parametrize(
-    "end", [lambda arena: ArenaOwner(arena).retire(), Arena.close], ids=["retired", "closed"]
-)
-
-
-@over
-def test_an_arena_that_is_over_is_let_go_when_the_next_one_comes(arena, end):
-    device = CountingDevice()
-    pool = pool_of(one_region(), device=device)
-    with open_arena(capacity=2**18, slab=2**16) as before:
-        pool.attend(before)
-        wait_for(lambda: pool.registered_bytes(before) == 2**18, "registering")
-        end(before)
-        pool.attend(arena)
-        wait_for(lambda: sum(map(len, device.registered)) == 2**20, "letting go")
-    pool.close()
-    assert device.registered == []
-
-
-@over
-def test_an_arena_that_is_over_is_let_go_without_a_next_one(arena, end, monkeypatch):
-    monkeypatch.setattr(gpu, "_LOOK_S", 0.01)
+@pytest.mark.parametrize("end", [lambda arena: ArenaOwner(arena).retire(), Arena.close])
+@pytest.mark.parametrize("comes_later", [False, True])
+def test_an_arena_that_is_over_is_let_go_with_or_without_a_next_one(
+    arena, end, comes_later, monkeypatch
+):
+    monkeypatch.setattr(gpu, "_LOOK_S", 0.01 if comes_later else HANG_S)
     device = CountingDevice()
     pool = pool_of(one_region(), device=device)
     with open_arena(capacity=2**18, slab=2**16) as before:
@@ -230,13 +201,15 @@ def test_an_arena_that_is_over_is_let_go_without_a_next_one(arena, end, monkeypa
         pool.attend(before)
         wait_for(lambda: pool.registered_bytes(before) == 2**18, "registering")
         end(before)
+        if comes_later:
+            wait_for(lambda: not device.registered, "letting go")
+        pool.attend(arena)
+        wait_for(lambda: sum(map(len, device.registered)) == 2**20, "letting go for the next")
         before.close()
-        wait_for(lambda: not device.registered, "letting go")
         wait_for(lambda: path not in Path("/proc/self/maps").read_text(), "unmapping")
-    pool.attend(arena)
-    wait_for(lambda: pool.registered_bytes(arena) == 2**20, "registering the next")
-    assert pool._leaving == []
+    assert pool.registered_bytes(arena) == 2**20
     pool.close()
+    assert device.registered == []
 
 
 def test_a_closed_arena_is_not_copied_from(arena):
