@@ -54,13 +54,19 @@ def change_byte(path: Path, offset: int) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def read_sizes(patch: pytest.MonkeyPatch, before: Callable[[], object] = int) -> list[int]:
-    """Return a list to which the size of each read is added; `before` is called ahead of each."""
+def read_sizes(
+    patch: pytest.MonkeyPatch,
+    *,
+    before: Callable[[], object] = int,
+    after: Callable[[], object] = int,
+) -> list[int]:
+    """Return a list to which the size of each read is added, between the two calls."""
     sizes, preadv = list[int](), os.preadv
 
     def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         before()
         sizes.append(preadv(descriptor, buffers, offset))
+        after()
         return sizes[-1]
 
     patch.setattr(os, "preadv", read)

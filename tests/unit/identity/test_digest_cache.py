@@ -64,7 +64,7 @@ def test_a_known_checkpoint_waits_for_nobody(checkpoint, cache):
 def test_what_is_known_is_kept_and_said_now_and_then(
     checkpoint, cache, monkeypatch, every_s, is_said
 ):
-    progress, kept, keep = Progress(), list[int](), fingerprint.DigestCache.keep
+    kept, keep = list[int](), fingerprint.DigestCache.keep
 
     def note(memory: fingerprint.DigestCache, digests: Any) -> None:
         kept.append(len(digests))
@@ -72,7 +72,7 @@ def test_what_is_known_is_kept_and_said_now_and_then(
 
     monkeypatch.setattr(fingerprint.DigestCache, "keep", note)
     monkeypatch.setattr(fingerprint, "_KEEP_S", every_s)
-    of(checkpoint, cache, progress=progress)
+    of(checkpoint, cache)
     assert kept == ([0, 1, 2] if is_said else [2])
     (lock,) = cache.glob("*.lock")
     size = sum(path.stat().st_size for path in checkpoint.iterdir())
@@ -90,22 +90,21 @@ time.sleep(60)
 
 
 @pytest.fixture
-def held(entry: Path) -> "Iterator[subprocess.Popen[str]]":
+def held(entry: Path) -> Iterator[Any]:
     """A process that has its turn to read the checkpoint and does not get on."""
     entry.unlink()
     command = [sys.executable, "-c", TURN, str(entry.with_suffix(".lock"))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    process: Any
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         yield process
         process.kill()
 
 
 def test_the_turn_of_a_process_that_died_is_over(checkpoint, cache, held):
-    steps: list[int] = []
-    progress = Progress(on_step=lambda: (held.kill(), held.wait(10), steps.append(1))[2])
+    progress = Progress(on_step=lambda: (held.kill(), held.wait(10)) and None)
     assert of(checkpoint, cache, progress=progress) == GOLDEN
-    assert steps
+    assert held.poll() is not None, "it was waited for"
 
 
 def test_who_stands_still_is_not_waited_for(checkpoint, cache, held, monkeypatch):
@@ -115,38 +114,36 @@ def test_who_stands_still_is_not_waited_for(checkpoint, cache, held, monkeypatch
     assert held.poll() is None
 
 
-def stopping(*, beyond_bytes: int) -> Progress:
-    """Return a progress that ends a reading when more bytes are done."""
+def stop(checkpoint: Path, cache: Path, *, beyond_bytes: int) -> Progress:
+    """End a reading when more bytes are done; return how far it is."""
 
-    def stop() -> None:
+    def end() -> None:
         if progress.done_bytes > beyond_bytes:
             raise ConfigError("stopped")
 
-    progress = Progress(on_step=stop)
+    progress = Progress(on_step=end)
+    with pytest.raises(ConfigError, match="stopped"):
+        of(checkpoint, cache, progress=progress)
     return progress
 
 
 @pytest.mark.usefixtures("held")
 def test_who_waits_knows_how_far_the_other_is_and_may_stop(checkpoint, cache):
-    progress = stopping(beyond_bytes=6)
-    with pytest.raises(ConfigError, match="stopped"):
-        of(checkpoint, cache, progress=progress)
+    progress = stop(checkpoint, cache, beyond_bytes=6)
     assert (progress.done_bytes, progress.total_bytes) == (7, 9)
 
 
 def test_a_reading_that_was_ended_goes_on_where_it_was(tmp_path, cache, monkeypatch):
     checkpoint = write_checkpoint(tmp_path / "model", a__bin=b"1" * 1000, b__bin=b"2" * 10)
     monkeypatch.setattr(fingerprint, "_KEEP_S", 0.0)
-    with pytest.raises(ConfigError, match="stopped"):
-        of(checkpoint, cache, progress=stopping(beyond_bytes=1000))
+    stop(checkpoint, cache, beyond_bytes=1000)
     sizes = read_sizes(monkeypatch)
     assert of(checkpoint, cache) == of(checkpoint)
     assert sum(sizes) < 2 * sum(path.stat().st_size for path in checkpoint.iterdir())
 
 
 def test_a_cache_without_locks_is_used(checkpoint, cache, monkeypatch):
-    refuse = Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
     assert of(checkpoint, cache) == GOLDEN
 
 
@@ -261,27 +258,21 @@ def test_blobs_named_by_digest_stay_unread(snapshot, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("keeps_times", [False, True])
-def test_blobs_edited_in_place_are_read(snapshot, tmp_path, keeps_times):
-    assert of(snapshot) == GOLDEN
+def test_blobs_edited_in_place_are_read_also_in_later_revisions_and_in_a_copy_of_the_cache(
+    checkpoint, snapshot, tmp_path, keeps_times
+):
     weights = snapshot / "model.safetensors"
     if keeps_times:
         change_byte(weights, 1000)
     else:
         weights.write_bytes(safetensors(TENSORS | {"embed": bytes(1024)}))
-    assert of(snapshot) == of(Path(shutil.copytree(snapshot, tmp_path / "flat"))) != GOLDEN
-
-
-def test_edited_blobs_are_read_in_later_revisions(checkpoint, snapshot, tmp_path):
-    change_byte(snapshot / "model.safetensors", 1000)
+    edited = of(Path(shutil.copytree(snapshot, tmp_path / "flat")))
+    assert edited == of(snapshot) != GOLDEN
     time.sleep(fingerprint._TICK_NS / 1e9)
-    assert of(write_snapshot(tmp_path / "hub", "def", checkpoint)) == of(snapshot) != GOLDEN
-
-
-def test_an_edited_blob_is_read_in_a_copy_of_the_cache(snapshot, tmp_path):
-    (snapshot / "model.safetensors").write_bytes(b"other")
+    assert of(write_snapshot(tmp_path / "hub", "def", checkpoint)) == edited
     for name in ("blobs", "snapshots"):  # links later than the files, as after a download
         shutil.copytree(tmp_path / "hub" / name, tmp_path / "copy" / name, symlinks=True)
-    assert of(tmp_path / "copy" / "snapshots" / "abc") == of(snapshot) != GOLDEN
+    assert of(tmp_path / "copy" / "snapshots" / "abc") == edited
 
 
 @pytest.mark.parametrize("layout", ["store/{0}", "blobs/{0}", "hub/blobs/{0}.old"])
