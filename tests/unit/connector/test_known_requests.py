@@ -1,6 +1,7 @@
 """What a shard and its arena know of requests: outcomes, keys, how long to keep their blocks."""
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -41,13 +42,9 @@ def new_prompt(count: int = 10) -> list[int]:
 
 def asked(shard: Shard, pair: Pair, request_id: int) -> Asked:
     """Return what the shard knows of a request, once it was reported."""
-    replica = pair.engine.replica
-
-    def find() -> list[Asked]:
-        # The pairs of this process are replicas of one name.
-        return shard.requests.asked(replica, request_id, 1)
-
-    wait_for(lambda: bool(find()), "the report")
+    # The pairs of this process are replicas of one name.
+    find = partial(shard.requests.asked, pair.engine.replica, request_id, 1)
+    wait_for(find, "the report")
     return find()[0]
 
 
@@ -128,29 +125,18 @@ def test_a_request_that_is_asked_about_again_counts_once(running_shard, before, 
 SHORTER = list(range(100, 132))
 
 
-def report_of(request: Request, priorities: Any, *, matched: int = 0) -> RequestData:
-    return RequestData(
-        request.request_id,
-        list(request.tokens),
-        list(request.block_ids),
-        0,
-        len(request.tokens) - matched,
-        priorities=priorities,
-    )
-
-
 def serve_with(pair: Pair, request: Request, priorities: Any) -> None:
     """Serve a request whose blocks are to be kept so long."""
     matched = pair.query(request)
-    report = report_of(request, priorities, matched=matched)
-    pair.begin_pass(report)
+    left = len(request.tokens) - matched
+    tokens, pages = list(request.tokens), list(request.block_ids)
+    pair.begin_pass(RequestData(request.request_id, tokens, pages, 0, left, priorities=priorities))
     pair.compute(request)
-    pair.finish(request)
-    pair.flush()
 
 
 def kept(pair: Pair, tokens: list[int]) -> tuple[list[int], set[int]]:
-    """Return priorities and namespaces of the blocks of a prompt in the arena, in its order."""
+    """Return priorities and namespaces of the saved blocks of a prompt, in its order."""
+    pair.flush()
     seed = request_seed(pair.engine.identity.digest, salt=None, lora=None)
     keys = chain_keys(tokens, tokens_per_block=BLOCK, seed=seed)
     tables = pair.arena.tables
@@ -159,20 +145,17 @@ def kept(pair: Pair, tokens: list[int]) -> tuple[list[int], set[int]]:
     return tables.slot_priority[found].tolist(), set(tables.slot_namespace[found].tolist())
 
 
-def test_every_block_has_the_priority_that_the_engine_gave_it(pair):
+def test_every_block_has_the_namespace_and_the_priority_that_the_engine_gave_it(shard, pair):
     wanted = [100, 90, 80, 35, 0, 50, 50, 50]
     serve_with(pair, Request(1, SHORTER), wanted)
-    namespace = namespace_id(pair.engine.identity.digest)
-    assert kept(pair, SHORTER) == (wanted, {namespace})
-    assert namespace != 0
-
-
-def test_status_shows_the_namespace_by_the_name_of_the_replicas(shard, pair):
-    serve_with(pair, Request(1, SHORTER), None)
+    assert kept(pair, SHORTER) == (wanted, {namespace_id(pair.engine.identity.digest)})
     status = shard.status()
     (mine,) = (one for one in status["arena"]["namespaces"] if one["namespace"])
     assert mine["namespace"] in status["namespaces"]
     assert mine["blocks"] == 8
+
+
+NO_PRIORITIES = [None, [], "1" * 8, 7, MagicMock()]
 
 
 @pytest.mark.parametrize(
@@ -181,17 +164,9 @@ def test_status_shows_the_namespace_by_the_name_of_the_replicas(shard, pair):
         ([-5, 10**6, 99, 1, 2, 3, 4, 5], [0, 100, 99, 1, 2, 3, 4, 5]),
         ([90, 91], [90, 91, *[35] * 6]),
         ([90] * 20, [90] * 8),
-        ([], [35] * 8),
-        (None, [35] * 8),
-        ([None] * 8, [35] * 8),
-        (["high"] * 8, [35] * 8),
-        ([10**30] * 8, [35] * 8),
-        ([float("nan")] * 8, [35] * 8),
-        ([[1, 2]] * 8, [35] * 8),
-        ("1" * 8, [35] * 8),
-        (7, [35] * 8),
-        (MagicMock(), [35] * 8),
         ((1, np.int32(2)), [1, 2, *[35] * 6]),
+        *((one, [35] * 8) for one in NO_PRIORITIES),
+        *(([one] * 8, [35] * 8) for one in (None, "high", 10**30, float("nan"), [1, 2])),
     ],
 )
 def test_without_priorities_or_with_nonsense_blocks_have_the_default(asked, wanted):
@@ -202,28 +177,26 @@ def test_without_priorities_or_with_nonsense_blocks_have_the_default(asked, want
 
 
 def test_blocks_that_are_here_are_kept_longer_when_a_request_asks_for_it(pair):
-    serve_with(pair, Request(1, SHORTER), None)
-    serve_with(pair, Request(2, SHORTER), [90, 90, 10, 10, 35, 35, 35, 35])
-    assert pair.totals["hit_tokens"] == len(SHORTER) - BLOCK
-    assert kept(pair, SHORTER)[0] == [90, 90, *[35] * 6]
-    serve_with(pair, Request(3, SHORTER), None)
-    assert kept(pair, SHORTER)[0] == [90, 90, *[35] * 6]
+    raised = [90, 90, 10, 10, 35, 35, 35, 35]
+    for request_id, priorities in enumerate((None, raised, None), start=1):
+        request = Request(request_id, SHORTER)
+        serve_with(pair, request, priorities)
+        wanted = [35] * 8 if request_id == 1 else [90, 90, *[35] * 6]
+        assert kept(pair, SHORTER)[0] == wanted
+        pair.finish(request)
+    assert pair.totals["hit_tokens"] == 2 * (len(SHORTER) - BLOCK)
     assert pair.totals["stored_blocks"] == 8
 
 
 def test_priorities_of_later_reports_belong_to_their_new_blocks(pair):
     request = Request(1, SHORTER)
-    pair.query(request)
-    pair.begin_pass(report_of(request, None))
-    pair.compute(request)
+    serve_with(pair, request, None)
     more = list(range(BLOCK + 1))
     request.tokens = [*SHORTER, *more]
     request.block_ids += [60, 61]
     late = RequestData(1, more, [60, 61], 8 * BLOCK, BLOCK, priorities=[77, 78])
     pair.begin_pass(cached_requests=[late])
     pair.compute(request)
-    pair.finish(request)
-    pair.flush()
     assert kept(pair, request.tokens)[0] == [*[35] * 8, 77]
 
 

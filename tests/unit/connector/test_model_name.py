@@ -114,32 +114,18 @@ def test_the_shard_hears_how_far_the_reading_is_and_then_of_the_namespace(shard,
     assert after["namespace"] != before["namespace"]
 
 
-def test_the_log_says_how_far_the_reading_is_and_what_to_do(
-    make_pair, args, reading, caplog, monkeypatch
+def test_the_log_says_how_far_the_reading_is_what_to_do_and_when_it_will_end(
+    args, reading, tmp_path, caplog, monkeypatch
 ):
     monkeypatch.setattr(model_name, "_LOG_S", 0.01)
-    make_pair(args)
+    name = ModelName(args.model, None, cache_dir=tmp_path)
     wait_for(lambda: "is still being read, 3.0 of 12.0 GB" in caplog.text, "the progress")
     assert "connector.model_key names the model at once" in caplog.text
     assert "s left" not in caplog.text, "it has just begun"
-
-
-def test_a_reading_that_goes_on_for_a_while_says_when_it_will_end(args, reading, tmp_path, caplog):
-    name = ModelName(args.model, None, cache_dir=tmp_path)
-    wait_for(lambda: name.counters()["fingerprint_bytes_read"] > 0)
-    assert "is still being read" not in caplog.text
     name._began_at = time.monotonic() - 10_000
     assert name.find(0) == ""
     assert "is being read to tell it from others, 3.0 of 12.0 GB, about 300" in caplog.text
     name.close()
-
-
-def test_a_checkpoint_that_is_not_there_is_refused_once_its_name_is_needed(tmp_path):
-    name = ModelName("/nowhere", None, cache_dir=tmp_path)
-    assert not any(name.counters().values())
-    for _ in range(2):
-        with pytest.raises(ConfigError, match=r"'/nowhere' is not on this machine.*model_key"):
-            name.find(0)
 
 
 def test_a_request_noted_before_the_name_says_why_it_missed(pair, monkeypatch):
@@ -194,47 +180,38 @@ Ranks = tuple[Pair, Pair, SlowReading]
 
 
 @pytest.fixture
-def ranks(make_pair: MakePair, args: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+def ranks(make_pair: MakePair, args: SimpleNamespace, request: pytest.FixtureRequest) -> Ranks:
     """Return (a leader that knows the name and has saved PROMPT, another rank, its reading)."""
     leader = make_pair(args)
     leader.store(PROMPT)
-    late = SlowReading()
+    late: SlowReading = request.getfixturevalue("reading")
     late.found = leader.engine.model_name.name.removeprefix("sha256:")
-    monkeypatch.setattr(model_name, "fingerprint_model", late)
-    monkeypatch.setattr(shared_state, "_NAME_WAIT_S", 0.0)
     return leader, make_pair(SimpleNamespace(**vars(args))), late
 
 
-def promised(leader: Pair, rank: Pair, request: Request) -> ConnectorMeta:
-    """Plan a pass that loads `request`, and bind it to the other rank as it travels."""
-    assert leader.query(request) == HIT
+def begin(leader: Pair, rank: Pair, request: Request, matched: int = HIT) -> ConnectorMeta:
+    """Plan a pass of `request`, and have the other rank begin it."""
+    assert leader.query(request) == matched
     meta: ConnectorMeta = pickle.loads(pickle.dumps(leader.plan(request)))  # noqa: S301 - our own
     rank.worker.bind_connector_meta(meta)
+    rank.worker.start_load_kv(None)
     return meta
 
 
 def test_a_rank_that_does_not_know_the_name_loads_what_its_leader_promises_and_saves_nothing(ranks):
     leader, rank, late = ranks
     request = Request(2, PROMPT)
-    meta = promised(leader, rank, request)
-    assert meta.model == leader.engine.model_name.name
-    rank.worker.start_load_kv(None)
+    assert begin(leader, rank, request).model == leader.engine.model_name.name
     rank.end_pass()
     rank.check(request)
-    other = Request(3, [7, *PROMPT])
-    leader.query(other)
-    saving = leader.plan(other)
-    assert saving.saves
-    assert not saving.model
-    rank.worker.bind_connector_meta(saving)
-    rank.worker.start_load_kv(None)
+    saving = begin(leader, rank, Request(3, [7, *PROMPT]), matched=0)
     rank.end_pass()
     rank.flush()
+    assert (bool(saving.saves), saving.model) == (True, "")
     assert not rank.totals["stored_blocks"]
     assert rank.totals["dropped_blocks_no_pool"] == rank.totals["dropped_blocks"] == 1 + 10
     let_go(late, rank)
-    promised(leader, rank, Request(4, PROMPT))
-    rank.worker.start_load_kv(None)
+    begin(leader, rank, Request(4, PROMPT))
     assert rank.engine.identity.digest == leader.engine.identity.digest
 
 
@@ -242,9 +219,8 @@ def test_a_rank_with_another_checkpoint_than_its_leader_stops_the_engine(ranks):
     leader, rank, late = ranks
     late.found = "cd" * 32
     let_go(late, rank)
-    promised(leader, rank, Request(2, PROMPT))
     with pytest.raises(LayoutMismatch, match=r"another namespace.*same engine arguments"):
-        rank.worker.start_load_kv(None)
+        begin(leader, rank, Request(2, PROMPT))
     assert leader.leased == 0
     assert rank.totals["dropped_blocks_no_pool"] == 1
 
@@ -252,16 +228,12 @@ def test_a_rank_with_another_checkpoint_than_its_leader_stops_the_engine(ranks):
 def test_a_rank_that_knows_no_name_refuses_another_layout(ranks):
     leader, rank, _ = ranks
     rank.worker.register_kv_caches(torch.zeros(64, 2, 2, 16))
-    promised(leader, rank, Request(2, PROMPT))
     with pytest.raises(LayoutMismatch, match="another namespace"):
-        rank.worker.start_load_kv(None)
+        begin(leader, rank, Request(2, PROMPT))
 
 
 def test_a_leader_without_a_name_promises_nothing_to_ranks_that_have_one(ranks):
     known, late, _ = ranks
-    request = Request(2, PROMPT)
-    assert late.query(request) == 0
-    known.worker.bind_connector_meta(late.plan(request))
-    known.worker.start_load_kv(None)
+    begin(late, known, Request(2, PROMPT), matched=0)
     known.end_pass()
     assert not known.totals["errors"]

@@ -56,12 +56,6 @@ def test_the_salt_itself_is_preferred_to_its_number():
     assert identity_of(cache_salt="") != identity_of()
 
 
-def test_an_adapter_that_cannot_be_told_from_others_bypasses_the_cache():
-    assert identity_of(lora_task_id=3) is None
-    request = SimpleNamespace(lora_task_id=3, py_lora_path="/adapters/a")
-    assert identify(request, UNKNOWN) is None
-
-
 def test_media_enter_with_digest_and_position():
     (first, one), (second, two) = media_of(multimodal_positions=[4, 90])
     assert (first, second) == (4, 90)
@@ -132,79 +126,75 @@ class Bound:
         return None
 
 
-def test_a_request_is_not_asked_for_what_it_may_refuse_to_tell():
+def test_a_request_is_not_asked_for_what_it_may_refuse_to_tell_and_bypasses_if_it_has_more():
     request = Bound()
     assert identify(request, UNKNOWN) == identity_of()
     request.multimodal_taste = "sweet"
-    assert identify(request, UNKNOWN) is None
+    for untold in (request, SimpleNamespace(lora_task_id=3, py_lora_path="/a"), MagicMock()):
+        assert identify(untold, UNKNOWN) is None
 
 
-def test_an_object_that_has_every_attribute_has_what_nobody_can_tell():
-    assert identify(MagicMock(), UNKNOWN) is None
+THING = object()
+DATA_BESIDE_TEXT: list[Any] = [
+    *({"image": THING}, {"multimodal_embedding": THING, "mrope_config": {}}, [], THING),
+    *({"mrope_config": one} for one in ([1], {"ids": THING})),
+    {"mrope_config": {"mrope_position_ids": torch.tensor([[0, 0]])}},
+    {"mrope_config": {}, "taste": THING},
+]
+DATA_BESIDE_MEDIA: list[Any] = [
+    *({"image": THING, "taste": THING}, {"mrope_config": {"ids": THING}}, THING),
+    {"image": THING, "mm_bidirectional_blocks": True},
+    {"image": THING, "mm_processor_kwargs_hash": None},
+]
+UNTOLD = {
+    "multimodal_hashes": (HASHES, {}),
+    "multimodal_positions": ([4],),
+    "multimodal_lengths": ([4],),
+    "multimodal_uuids": (["a"],),
+    "py_multimodal_data": DATA_BESIDE_TEXT,
+    "py_multimodal_taste": (0,),
+    "mrope_position_deltas": (3, False),
+    "is_generation_only_request": (True,),
+    "prompt_vocab_size": (8,),
+    "input_token_extra_ids": ([1, 2],),
+    "position_ids": ([0, 1, 2],),
+    "token_type_ids": ([0, 1],),
+    "language_adapter_uid": (0,),
+    "encoder_tokens": ([1],),
+    "try_get_encoder_output_len": (lambda: 5,),
+    "cache_salt": (5, 1.5, []),
+    "cache_salt_id": ("5", True),
+    "py_lora_path": ("/adapters/a",),
+    "lora_task_id": (3, []),
+    **dict.fromkeys(("multimodal_embedding", "mrope_rotary_cos_sin", "multimodal_taste"), [THING]),
+    **dict.fromkeys(("prompt_embedding_table", "encoder_input_features"), [THING]),
+    **dict.fromkeys(("py_encoder_output", "cross_attention_mask", "lora_weights"), [THING]),
+}
+UNTOLD_OF_MEDIA = {
+    "multimodal_positions": ([], [4], [-4, 4], [4.0, 8.0], [True, 8]),
+    "multimodal_lengths": ([4], [-4, 4]),
+    "multimodal_item_runs": ([[THING], [THING]],),
+    "multimodal_taste": (THING,),
+    "py_multimodal_data": DATA_BESIDE_MEDIA,
+    "prompt_len": (8,),
+}
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"multimodal_hashes": HASHES},
-        *(
-            {"multimodal_hashes": HASHES, "multimodal_positions": positions}
-            for positions in ([], [4], [-4, 4], [4.0, 8.0], [True, 8])
-        ),
-        {"multimodal_hashes": HASHES, "multimodal_positions": [4, 64], "prompt_len": 64},
-        {**PLACED, "multimodal_lengths": [4]},
+        *({name: one} for name, values in UNTOLD.items() for one in values),
+        *({**PLACED, name: one} for name, values in UNTOLD_OF_MEDIA.items() for one in values),
         {"multimodal_hashes": HASHES, "multimodal_item_runs": [[(1, 1, [])], []]},
         {
-            "multimodal_hashes": HASHES,
-            "multimodal_positions": [1, 3],
+            **PLACED,
             "multimodal_item_run_cu_offsets": [0, 1, 2],
             "multimodal_run_positions": [1],
             "multimodal_run_lengths": [1],
         },
-        {"multimodal_positions": [4]},
-        {"multimodal_lengths": [4]},
-        {"multimodal_uuids": ["a"]},
-        {"py_multimodal_data": {"image": object()}},
-        {"py_multimodal_data": {"multimodal_embedding": object(), "mrope_config": {}}},
-        {"py_multimodal_data": {"mrope_config": {"ids": object()}}},
-        {"py_multimodal_data": {"mrope_config": [1]}},
-        {"py_multimodal_data": {"mrope_config": {"mrope_position_ids": torch.tensor([[0, 0]])}}},
-        {"py_multimodal_data": {"mrope_config": {}, "taste": object()}},
-        {**PLACED, "py_multimodal_data": {"image": object(), "taste": object()}},
-        {**PLACED, "py_multimodal_data": {"mrope_config": {"ids": object()}}},
-        {**PLACED, "py_multimodal_data": {"image": object(), "mm_bidirectional_blocks": True}},
-        {**PLACED, "py_multimodal_data": {"image": object(), "mm_processor_kwargs_hash": None}},
-        {**PLACED, "py_multimodal_data": object()},
-        {**PLACED, "multimodal_taste": object()},
-        {"py_multimodal_taste": 0},
-        *({"mrope_position_deltas": turns} for turns in (3, False)),
-        {"is_generation_only_request": True},
-        {"prompt_vocab_size": 8},
-        {"input_token_extra_ids": [1, 2]},
-        {"position_ids": [0, 1, 2]},
-        {"token_type_ids": [0, 1]},
-        {"language_adapter_uid": 0},
-        {"encoder_tokens": [1]},
-        {"try_get_encoder_output_len": lambda: 5},
-        {"cache_salt": "a", "cache_salt_id": object()},
-        *({"cache_salt": salt} for salt in (5, 1.5, [])),
-        *({"cache_salt_id": number} for number in ("5", True)),
-        {"py_lora_path": "/adapters/a"},
+        {"cache_salt": "a", "cache_salt_id": THING},
         {"lora_task_id": 3, "py_lora_path": b"/adapters/a"},
         *({"lora_task_id": one, "py_lora_path": "/adapters/a"} for one in (-1, "3", True)),
-        {"lora_task_id": []},
-        {"multimodal_hashes": {}},
-        {"py_multimodal_data": []},
-        {**PLACED, "multimodal_lengths": [-4, 4]},
-        {**PLACED, "multimodal_item_runs": [[object()], [object()]]},
-        *(
-            {name: object()}
-            for name in (
-                *("multimodal_embedding", "mrope_rotary_cos_sin", "multimodal_taste"),
-                *("py_multimodal_data", "prompt_embedding_table", "encoder_input_features"),
-                *("py_encoder_output", "cross_attention_mask", "lora_weights"),
-            )
-        ),
     ],
 )
 def test_what_cannot_be_told_apart_bypasses_the_cache(fields):

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import weakref
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from kvray.connector import KvRayWorker
 from kvray.connector.start import REPLACING, config_path_of, watch_weights
 from kvray.errors import ConfigError, LayoutMismatch
 from tests.kit.connector import BLOCK, HIT, PROMPT, Pair, Request, args_for, stand_in
-from tests.tiny_checkpoint import write_tiny_checkpoint
 
 
 def test_a_name_may_carry_its_configuration_file(environment, tmp_path, monkeypatch):
@@ -44,19 +43,16 @@ URLS = {
 @pytest.mark.parametrize(("url", "path"), URLS.items())
 def test_server_url_goes_before_the_path_behind_the_name(caplog, url, path):
     caplog.set_level("INFO", "kvray.connector")
+    assert config_path_of(args_for(), None) is None
+    assert caplog.messages == []
     args = args_for(kv_connector_config=SimpleNamespace(server_url=url))
     assert config_path_of(args, "/behind/the/name") == path
-    warned, (said,) = caplog.messages[:-1], caplog.messages[-1:]
+    *warned, said = caplog.messages
     assert path in said
     assert ("server_url" in said) == bool(url)
     assert ["/behind/the/name" in one for one in warned] == [True] * bool(url)
     assert config_path_of(args, path) == path
     assert len(caplog.messages) == 2 + bool(url), "equal ones are no reason for a warning"
-
-
-def test_without_a_path_nothing_is_said_of_one(caplog):
-    assert config_path_of(args_for(), None) is None
-    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("url", ["tcp://localhost:5555", "kvray://node/kvray.yaml", "kvray:x.yaml"])
@@ -66,33 +62,12 @@ def test_a_server_url_of_a_server_is_refused_with_a_sentence(url):
         KvRayWorker(args)
 
 
-def test_a_configuration_file_that_is_not_there_is_refused_at_the_start():
-    worker_class = getattr(kvray.connector, "KvRayWorker@/nowhere/kvray.yaml")
-    with pytest.raises(ConfigError, match=r"/nowhere/kvray\.yaml"):
-        worker_class(args_for())
-
-
 def test_a_model_that_cannot_be_fingerprinted_needs_a_model_key(shard, monkeypatch):
     monkeypatch.delenv("KVRAY_CONNECTOR__MODEL_KEY")
     worker = KvRayWorker(args_for())
     with pytest.raises(ConfigError, match=r"'nowhere'.*connector\.model_key"):
         worker.register_kv_caches(torch.zeros(4, 2, 2, 8))
     worker.shutdown()
-
-
-def test_two_checkpoints_at_one_path_never_share(make_pair, monkeypatch, tmp_path):
-    monkeypatch.delenv("KVRAY_CONNECTOR__MODEL_KEY")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    mount = tmp_path / "model"
-    args = args_for()
-    args.model = str(mount)
-    mount.symlink_to(write_tiny_checkpoint(tmp_path / "one", seed=1))
-    pair = make_pair(args)
-    pair.store(PROMPT)
-    assert make_pair(SimpleNamespace(**vars(args))).query(Request(2, PROMPT)) == HIT
-    mount.unlink()
-    mount.symlink_to(write_tiny_checkpoint(tmp_path / "two", seed=2))
-    assert make_pair(SimpleNamespace(**vars(args))).query(Request(3, PROMPT)) == 0
 
 
 def test_another_layout_under_one_model_key_is_refused_at_the_start(make_pair):
@@ -135,48 +110,25 @@ def test_an_engine_process_flushes_at_its_end_and_never_imports_ray(make_pair):
     assert make_pair().serve(Request(2, PROMPT)) == HIT
 
 
-class Engine:
-    """Counts how often it was told."""
-
-    def __init__(self) -> None:
-        self.versions: list[str | None] = []
-        self.name_weights = self.versions.append
-
-
-@pytest.fixture(params=REPLACING, ids=lambda one: one[2])
-def replacing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return one of TensorRT-LLM's classes, as far as it concerns weights, and the method."""
-    module_name, owner, method = request.param
-
+@pytest.mark.parametrize(("module", "owner", "method"), REPLACING, ids=lambda one: one)
+def test_every_engine_of_the_process_leaves_the_tier_and_one_that_is_gone_is_not_kept(
+    monkeypatch, module, owner, method
+):
     def called(self: object, *args: object, **options: object) -> tuple[object, ...]:
         return (*args, *options.values())
 
+    stand_in(monkeypatch, module, **{owner: type(owner, (), {})})
+    watch_weights(Mock())  # without the method there is nothing to watch
     found = type(owner, (), {method: called})
-    stand_in(monkeypatch, module_name, **{owner: found})
-    return found, method
-
-
-def test_every_engine_of_the_process_leaves_the_tier(replacing):
-    found, method = replacing
-    engines: list[Any] = [Engine(), Engine()]
+    stand_in(monkeypatch, module, **{owner: found})
+    versions: list[list[str | None]] = [[], []]
+    engines = [Mock(name_weights=told.append) for told in versions]
     for engine in (*engines, engines[0]):
         watch_weights(engine)
     assert getattr(found(), method)(1, two=2) == (1, 2)
-    assert [one.versions for one in engines] == [[None], [None]]
-
-
-def test_an_engine_that_is_gone_is_not_kept(replacing):
-    found, method = replacing
-    engine: Any = Engine()
-    versions = engine.versions
-    watch_weights(engine)
-    del engine
+    assert versions == [[None], [None]]
+    gone = weakref.ref(engines.pop())
+    gc.collect()
+    assert gone() is None
     getattr(found(), method)()
-    assert versions == []
-
-
-def test_without_these_methods_there_is_nothing_to_watch(monkeypatch):
-    for module, owner, _ in REPLACING:
-        stand_in(monkeypatch, module, **{owner: type(owner, (), {})})
-    engine: Any = Engine()
-    watch_weights(engine)
+    assert versions == [[None, None], [None]]

@@ -78,28 +78,25 @@ def test_a_leader_whose_ranks_hold_blocks_leaves_it_to_them_to_check(holding):
 
 
 def test_a_load_that_fails_leaves_the_others_of_its_pass(make_engine):
-    other = PROMPT[:20] + [1] * 20
-    warm = make_engine()
-    for prompt in (PROMPT, other):
+    prompts = (PROMPT, [*PROMPT[:20], *[1] * 20])
+    warm, engine = make_engine(), make_engine()
+    for prompt in prompts:
         warm.serve(prompt)
-    engine = make_engine()
-    hits = [engine.ask(number, prompt) for number, prompt in enumerate((PROMPT, other))]
-    assert hits == [HIT, HIT]
-    blocks = [engine.new_blocks(prompt) for prompt in (PROMPT, other)]
-    meta = engine.plan((0, PROMPT, blocks[0], HIT), (1, other, blocks[1], HIT))
-    first, second = meta.loads
-    ((_, lease),) = first.leased
-    meta = meta._replace(loads=(first._replace(leased=(("nowhere", lease),)), second))
+    assert [engine.ask(number, prompt) for number, prompt in enumerate(prompts)] == [HIT, HIT]
+    first, second = (engine.new_blocks(prompt) for prompt in prompts)
+    meta = engine.plan((0, prompts[0], first, HIT), (1, prompts[1], second, HIT))
+    ((_, lease),) = meta.loads[0].leased
+    engine.arena.release(lease)
 
     engine.rank.begin(meta, None)
 
     (error,) = engine.rank.failed
     assert isinstance(error, LeaseExpired)
-    engine.check(other, blocks[1], HIT)
+    engine.check(prompts[1], second, HIT)
     engine.rank.end(None)
     dropped = engine.rank.shared.figures.totals["dropped_blocks_void"]
     assert dropped == sum(plan.pages[0].num_blocks for plan in meta.saves)
-    engine.leader.shared.release_leases(engine.arena, lease)
+    assert engine.leased == 0
 
 
 # -- asking again
