@@ -4,6 +4,7 @@ import time
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from kvray.breaker import Breaker
@@ -56,10 +57,14 @@ def test_hit_tokens_are_counted_by_how_they_came_also_when_the_engine_asks_again
     server.answer = lambda request: {**elsewhere(request), "arrivals": arrivals}
     for times in (1, 2):
         assert pair.query(Request(1, PROMPT)) == HIT
+        keys = pair.scheduler._leader.states[1].keys
+        (asked,) = server.asked
+        assert asked["keys"] == b"".join(keys[:NUM_WANTED]), "all that may be promised"
+        assert (asked["replica"], asked["rank"]) == (pair.engine.replica, 0)
+        assert 0 < asked["wait_s"] < 5
         assert pair.totals["staged_tokens"] == HIT
         assert pair.totals["hit_tokens_from_nvme"] == times * 2 * BLOCK
         assert pair.totals["hit_tokens_from_nixl"] == times * (NUM_WANTED - 2) * BLOCK
-    assert pair.totals["stage_calls"] == 1
     assert pair.totals["stage_wait_us"] > 0
     pair.scheduler.request_finished(Request(1, PROMPT), [])
     assert pair.serve(Request(2, PROMPT)) == HIT
@@ -69,33 +74,21 @@ def test_hit_tokens_are_counted_by_how_they_came_also_when_the_engine_asks_again
     assert sum(came) == pair.totals["hit_tokens"]
 
 
-def test_all_keys_of_what_may_be_promised_are_asked_for(server, pair):
-    pair.query(Request(1, PROMPT))
-    (asked,) = server.asked
-    keys = pair.scheduler._leader.states[1].keys
-    assert asked["keys"] == b"".join(keys[:NUM_WANTED])
-    assert (asked["replica"], asked["rank"]) == (pair.engine.replica, 0)
-    assert 0 < asked["wait_s"] < 5
-
-
-def test_a_longer_lease_takes_the_place_of_the_local_one(begun, elsewhere):
-    assert begun.query(Request(2, PROMPT)) == HIT
-    assert begun.leased == NUM_WANTED
-    assert begun.arena.tables.page_holder.astype(bool).sum() == 1
-    assert begun.totals["staged_tokens"] == (NUM_WANTED - 3) * BLOCK
-
-
-def test_the_local_lease_is_kept_if_nothing_more_came(server, begun):
+def test_the_local_lease_is_kept_until_a_longer_one_takes_its_place(server, begun, elsewhere):
     before = len(server.asked)  # it may have heard of other nodes already
+    held = begun.arena.tables.page_holder
     for num_blocks in (0, 3, NUM_WANTED):
         server.answer = lambda _, n=num_blocks: {"num_blocks": n, "reason": "too_slow"}
         request = Request(10 + num_blocks, PROMPT)
         assert begun.query(request) == 3 * BLOCK
-        assert begun.leased == 3
-        assert begun.arena.tables.page_holder.astype(bool).sum() == 1
+        assert (begun.leased, np.count_nonzero(held)) == (3, 1)
         begun.scheduler.request_finished(request, [])
         assert begun.leased == 0
     assert len(server.asked) == before + 3
+    server.answer = elsewhere
+    assert begun.query(Request(2, PROMPT)) == HIT
+    assert (begun.leased, np.count_nonzero(held)) == (NUM_WANTED, 1)
+    assert begun.totals["staged_tokens"] == (NUM_WANTED - 3) * BLOCK
 
 
 @pytest.mark.parametrize("reason", ["too_slow", "cheaper_to_recompute", "store_down", "not_stored"])
@@ -128,13 +121,12 @@ def test_nobody_is_asked_before_the_shard_says_that_there_are_others(server, mak
     assert server.asked == []
 
 
-@pytest.mark.parametrize("args", [{}, {"cache": {"enable_block_reuse": False}}])
+@pytest.mark.parametrize("block_reuse", [True, False])
 def test_an_engine_that_waits_for_nothing_or_loads_nothing_does_not_ask(
-    server, make_pair, monkeypatch, args
+    server, make_pair, monkeypatch, block_reuse
 ):
-    if not args:
-        monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0")
-    pair = make_pair(args_for(**args))
+    monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0" if block_reuse else "5")
+    pair = make_pair(args_for(cache={"enable_block_reuse": block_reuse}))
     wait_for(lambda: pair.engine._registration.has_peers, "hearing of other nodes")
     assert pair.serve(Request(1, PROMPT)) == 0
     assert server.asked == []
@@ -219,27 +211,26 @@ def test_a_staged_block_that_is_corrupt_is_not_promised(server, elsewhere, pair)
     assert pair.totals["miss_tokens_corrupt"] == (NUM_WANTED - 4) * BLOCK
 
 
-def test_an_arena_that_is_busy_afterwards_keeps_the_local_lease(server, begun, monkeypatch):
-    def busy(_request: dict[str, Any]) -> dict[str, Any]:
-        monkeypatch.setattr(Arena, "lease_for", lambda *_, **__: None)
-        return {"num_blocks": NUM_WANTED, "reason": "none"}
-
-    server.answer = busy
-    assert begun.query(Request(2, PROMPT)) == 3 * BLOCK
-    assert begun.leased == 3
-
-
-@pytest.mark.parametrize("what", ["valid", "lease_for"])
-def test_a_defect_after_the_call_leaves_no_lease(server, begun, elsewhere, monkeypatch, what):
-    def broken(request: dict[str, Any]) -> dict[str, Any]:
+@pytest.mark.parametrize(
+    ("what", "becomes", "kept"),
+    [
+        ("lease_for", {"return_value": None}, 3),  # the arena is busy
+        ("lease_for", {"side_effect": ZeroDivisionError}, 0),
+        ("valid", {"side_effect": ZeroDivisionError}, 0),
+    ],
+)
+def test_after_trouble_behind_the_call_what_is_leased_is_promised(
+    server, begun, elsewhere, monkeypatch, what, becomes, kept
+):
+    def make_trouble(request: dict[str, Any]) -> dict[str, Any]:
         answer = elsewhere(request)
-        monkeypatch.setattr(Arena, what, mock.Mock(side_effect=ZeroDivisionError))
+        monkeypatch.setattr(Arena, what, mock.Mock(**becomes))
         return answer
 
-    server.answer = broken
-    assert begun.query(Request(2, PROMPT)) == 0
+    server.answer = make_trouble
+    assert begun.query(Request(2, PROMPT)) == kept * BLOCK
     monkeypatch.undo()
-    wait_for(lambda: begun.leased == 0, "the release")
+    wait_for(lambda: begun.leased == kept, "the release")
 
 
 def test_the_shard_is_told_how_fast_the_engine_computes_once_it_is_known(server, pair):

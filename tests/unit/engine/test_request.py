@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.connector.request import Identity, Prompt
 from kvray.engine.request import RequestState, UnwrittenTokens
 from kvray.errors import LayoutMismatch
 from kvray.identity.block import BlockKey
@@ -77,19 +76,13 @@ def test_nothing_is_saved_beyond_the_tokens_and_pages_that_were_reported():
     state = reported(list(range(12)), [[5, -1, 7]])
     assert list(save(state, 12)) == [0]
     assert not save(state, 12)
-
-
-def test_a_group_with_a_window_may_have_no_page_for_a_block():
-    state = reported(list(range(12)), [[5, 6, 7], [-1, -1, 2]], windowed=(False, True))
-    assert list(save(state, 12)) == [0, 1, 2]
-    assert state.load_pages(1, 3) == ([6, 7], [-1, 2])
-
-
-def test_all_groups_must_have_reported_a_block():
-    state = reported(list(range(12)), [[5, 6, 7], [1]], windowed=(False, False))
-    assert list(save(state, 12)) == [0]
-    state.extend([], [[], [2, 3]], new=False)
-    assert list(save(state, 12)) == [1, 2]
+    two = reported(list(range(12)), [[5, 6, 7], [1]], windowed=(False, False))
+    assert list(save(two, 12)) == [0], "all groups must have reported a block"
+    two.extend([], [[], [2, 3]], new=False)
+    assert list(save(two, 12)) == [1, 2]
+    windowed = reported(list(range(12)), [[5, 6, 7], [-1, -1, 2]], windowed=(False, True))
+    assert list(save(windowed, 12)) == [0, 1, 2]
+    assert windowed.load_pages(1, 3) == ([6, 7], [-1, 2])
 
 
 @pytest.mark.parametrize("pages", [[9, 8, -1, 6, 5], [9, 8, 7]])
@@ -99,41 +92,15 @@ def test_a_block_to_load_without_a_page_is_an_error(pages):
         state.load_pages(1, 4)
 
 
-def test_tokens_after_a_first_report_with_other_tokens_follow_these():
-    state = state_of([1, 2, 3, 4, 5])
-    state.extend([1, 2, 3, 6, 7], [[0, 1]], new=True)
-    state.extend([8, 9, 10], [[]], new=False)
-    assert state.keys_until(2) == keys_of([1, 2, 3, 6, 7, 8, 9, 10])
-
-
-def test_a_replay_without_what_was_generated_has_the_keys_of_its_tokens():
-    state = reported([1, 2, 3, 4, 5], [[0, 1]])
+def test_a_report_with_other_tokens_than_the_query_or_before_has_the_keys_of_its_own():
+    state = state_of([1, 2, 3, 9])
+    state.extend([1, 2, 3, 4, 5], [[0, 1]], new=True)
     state.extend([6], [[]], new=False)
-    state.extend([1, 2, 3, 4, 5], [[2, 3]], new=True)
+    state.extend([1, 2, 3, 4, 5], [[2, 3]], new=True)  # a replay without what was generated
     assert state.pages == ([2, 3],)
     state.extend([7, 8, 9], [[]], new=False)
     assert state.num_tokens == 8
     assert state.keys_until(2) == keys_of([1, 2, 3, 4, 5, 7, 8, 9])
-
-
-def test_at_least_one_token_is_left_to_compute():
-    identity = Identity(salt=None, lora=None, media=())
-    prompts = [
-        Prompt(request_id=1, tokens=[0] * n, prompt_len=n, num_computed=0, identity=identity)
-        for n in (0, 1, 4, 5, 8, 9)
-    ]
-    assert [prompt.num_askable(BLOCK) for prompt in prompts] == [0, 0, 0, 1, 1, 2]
-
-
-def test_a_later_request_of_an_id_has_the_pages_of_its_allocation_and_its_own_tokens():
-    state = state_of(list(range(10)))
-    state.allocated = [[5, 6, 7]]
-    state.extend([8, 9], [[7]], new=False)
-    assert state.load_pages(0, 3) == ([5, 6, 7],)
-    assert list(save(state, 10)) == [0, 1]
-    state.extend([10, 11, 12], [[3]], new=False)
-    assert not save(state, 13)
-    assert state.keys_until(3) == keys_of(list(range(10)))
 
 
 @pytest.mark.parametrize("allocated", [[], [[5, 6, 7]]])
@@ -144,15 +111,6 @@ def test_a_later_request_whose_pages_are_not_known_for_all_groups_loads_nothing(
     with pytest.raises(LayoutMismatch, match="0 of them"):
         state.load_pages(0, 1)
     assert not save(state, 12)
-
-
-def test_one_that_is_reported_again_after_all_is_like_any_other():
-    state = state_of([1, 2, 3, 4])
-    state.extend([], [[]], new=False)
-    state.extend([1, 2, 3, 4], [[9]], new=True)
-    state.extend([5, 6, 7, 8], [[8]], new=False)
-    assert list(save(state, 8)) == [0, 1]
-    assert state.pages == ([9, 8],)
 
 
 def test_two_chains_part_where_their_seeds_or_media_do():
@@ -180,51 +138,8 @@ def test_blocks_whose_pages_may_have_changed_are_neither_saved_nor_lost():
     assert state.num_full == state.num_saved
 
 
-# Tokens that an engine's own prefix cache may have unwritten.
-
-
-def test_what_reuses_a_token_that_nobody_computed_is_unsure():
-    unwritten = UnwrittenTokens(4, finds_parts=True)
-    assert not unwritten.begin(1, PROMPT, 0)
-    unwritten.confirm(1, 6)  # and not a word any more
-    assert not unwritten.begin(2, PROMPT, 6)
-    assert unwritten.begin(3, PROMPT, 7)
-    assert not unwritten.begin(4, [*PROMPT[:6], 0, *PROMPT[7:]], 12), "it has another token there"
-
-
-def test_where_blocks_are_found_whole_one_that_begins_like_an_unwritten_one_is_another():
-    unwritten = UnwrittenTokens(4, finds_parts=False)
-    unwritten.begin(1, PROMPT, 5)
-    assert unwritten.begin(2, [*PROMPT[:8], 1, 2, 3], 8)
-    assert not unwritten.begin(3, [*PROMPT[:7], 1, 2, 3], 8)
-    unwritten = UnwrittenTokens(4, finds_parts=False)
-    unwritten.begin(1, [*PROMPT[:14], 1], 12)
-    assert not unwritten.begin(2, [*PROMPT[:13], 2], 13)
-    assert unwritten.begin(3, [*PROMPT[:14], 2], 14), "all that the cache has of its last block"
-
-
-@pytest.mark.parametrize("finds_parts", [True, False])
-def test_what_was_computed_behind_an_uncomputed_token_is_unsure_for_ever(finds_parts):
-    unwritten = UnwrittenTokens(4, finds_parts=finds_parts)
-    unwritten.begin(1, PROMPT, 4)
-    unwritten.confirm(1, 8)
-    longer = [*PROMPT, 1, 2, 3]
-    assert unwritten.begin(2, longer, 16)
-    for ended in (1, 2):
-        unwritten.confirm(ended, 100)
-        unwritten.end(ended)
-    assert not unwritten.begin(3, [*PROMPT, 4, 5], 16), "its tokens were computed later"
-    assert unwritten.begin(4, [*longer, 6, 7], 20)
-
-
-def test_a_copy_of_uncomputed_tokens_is_unsure_for_ever():
-    unwritten = UnwrittenTokens(4, finds_parts=True)
-    unwritten.begin(1, PROMPT, 4)
-    assert unwritten.begin(2, [*PROMPT[:14], 1, 2], 14)
-    unwritten.confirm(1, len(PROMPT))
-    unwritten.end(1)
-    assert unwritten.begin(3, [*PROMPT[:13], 3, 4], 13)
-    assert not unwritten.begin(4, [*PROMPT[:12], 5, 6], 12)
+# Notes of tokens that an engine's own prefix cache may have unwritten: what they are good for is
+# proved by tests/trtllm/test_pages_that_go.py.
 
 
 @pytest.mark.parametrize("num_computed", [len(PROMPT), len(PROMPT) - 1])
