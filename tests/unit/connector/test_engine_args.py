@@ -210,9 +210,7 @@ def test_a_text_and_an_enumeration_of_one_name_are_one():
     assert names(text) == names(enumerated)
 
 
-def test_adapters_that_replace_the_models_embeddings_are_known_by_their_bytes(
-    tmp_path, monkeypatch
-):
+def test_adapters_that_replace_embeddings_are_known_by_their_bytes(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     adapter = write_tiny_checkpoint(tmp_path / "adapter", seed=1)
     args = args_for(lora_config=SimpleNamespace(lora_dir=[str(adapter)]))
@@ -318,9 +316,7 @@ def test_what_can_be_served_is_not_refused(policy, windows):
         ({"quantization_config": {"kv_cache_scheme": {"num_bits": 4}}}, "FP4"),
     ],
 )
-def test_models_whose_cache_is_more_than_blocks_are_refused_in_one_sentence(
-    tmp_path, config, named
-):
+def test_models_whose_cache_is_more_than_blocks_are_refused(tmp_path, config, named):
     with is_refused(named):
         read_args(args_for(model=checkpoint(tmp_path, LLAMA | config)))
 

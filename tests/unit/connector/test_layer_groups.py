@@ -126,9 +126,7 @@ def test_a_promised_block_without_a_page_in_full_attention_stops_the_engine(grou
 
 
 @on_one_node
-def test_what_is_counted_on_is_tried_for_until_a_stopped_process_with_the_lock_has_been_ended(
-    groups, monkeypatch
-):
+def test_what_is_counted_on_is_tried_for_until_a_stopped_process_has_ended(groups, monkeypatch):
     groups.store()
     lease_for, waits = Arena.lease_for, list[float]()
 

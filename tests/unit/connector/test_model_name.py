@@ -114,9 +114,7 @@ def test_the_shard_hears_how_far_the_reading_is_and_then_of_the_namespace(shard,
     assert after["namespace"] != before["namespace"]
 
 
-def test_the_log_says_how_far_the_reading_is_what_to_do_and_when_it_will_end(
-    args, reading, tmp_path, caplog, monkeypatch
-):
+def test_the_log_says_how_far_it_is_and_what_to_do(args, reading, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(model_name, "_LOG_S", 0.01)
     name = ModelName(args.model, None, cache_dir=tmp_path)
     wait_for(lambda: "is still being read, 3.0 of 12.0 GB" in caplog.text, "the progress")
@@ -147,9 +145,7 @@ def test_a_reading_that_fails_leaves_the_engine_without_the_tier(pair, reading, 
     assert pair.engine.model_name.counters()["fingerprint_failed"] == 1
 
 
-def test_a_checkpoint_that_changed_since_the_engine_started_is_not_named(
-    shard, args, reading, caplog
-):
+def test_a_checkpoint_that_changed_since_the_start_is_not_named(shard, args, reading, caplog):
     worker = KvRayWorker(args)
     time.sleep(0.02)
     (Path(args.model) / "config.json").write_text("{}")

@@ -50,9 +50,7 @@ def elsewhere(server: StageServer, make_pair: MakePair) -> Answer:
     return answer
 
 
-def test_hit_tokens_are_counted_by_how_they_came_also_when_the_engine_asks_again(
-    server, elsewhere, pair
-):
+def test_hit_tokens_are_counted_by_how_they_came_each_time(server, elsewhere, pair):
     arrivals = [[2, "nvme", ""], [NUM_WANTED, "nixl", "kvray-shard-b"]]
     server.answer = lambda request: {**elsewhere(request), "arrivals": arrivals}
     for times in (1, 2):
@@ -122,7 +120,7 @@ def test_nobody_is_asked_before_the_shard_says_that_there_are_others(server, mak
 
 
 @pytest.mark.parametrize("block_reuse", [True, False])
-def test_an_engine_that_waits_for_nothing_or_loads_nothing_does_not_ask(
+def test_an_engine_that_waits_or_loads_nothing_asks_nothing(
     server, make_pair, monkeypatch, block_reuse
 ):
     monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0" if block_reuse else "5")
@@ -154,9 +152,7 @@ def test_what_came_too_late_is_asked_about_again(server, elsewhere, pair):
     assert pair.query(Request(1, PROMPT)) == HIT
 
 
-def test_all_calls_for_a_request_together_wait_no_longer_than_is_set(
-    server, make_pair, monkeypatch
-):
+def test_all_calls_for_a_request_wait_no_longer_than_is_set(server, make_pair, monkeypatch):
     monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0.3")
     monkeypatch.setattr(Breaker, "state", lambda *_: "closed")
 
@@ -219,7 +215,7 @@ def test_a_staged_block_that_is_corrupt_is_not_promised(server, elsewhere, pair)
         ("valid", {"side_effect": ZeroDivisionError}, 0),
     ],
 )
-def test_after_trouble_behind_the_call_what_is_leased_is_promised(
+def test_what_is_leased_behind_a_call_is_promised(
     server, begun, elsewhere, monkeypatch, what, becomes, kept
 ):
     def make_trouble(request: dict[str, Any]) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def test_a_long_job_is_saved_in_pieces_that_hang_together(link, arena, saver, mo
     blocks=st.integers(1, 7),
     number=st.integers(0, 60_000),
 )
-def test_a_block_overwritten_right_after_the_fence_is_never_committed_with_foreign_bytes(
+def test_a_block_overwritten_after_the_fence_is_never_committed_with_foreign_bytes(
     link, arena, delays, stall_s, blocks, number
 ):
     slow = iter(delays * 50)
@@ -325,7 +325,7 @@ def test_blocks_whose_copy_fails_on_the_device_are_counted(saver, monkeypatch):
 
 
 @pytest.mark.parametrize("is_host", [True, False])
-def test_a_commit_that_finds_the_arena_locked_is_done_later_and_holds_up_no_other_job(
+def test_a_commit_that_finds_the_arena_locked_is_done_later(
     link, saver, child_in, monkeypatch, is_host
 ):
     monkeypatch.setattr(saver_module, "_LOCK_WAIT_S", 0.02)
@@ -345,9 +345,7 @@ def test_a_commit_that_finds_the_arena_locked_is_done_later_and_holds_up_no_othe
     assert saver._totals["stored_blocks"] == 3
 
 
-def test_slots_that_find_the_arena_locked_when_they_are_given_back_come_back_later(
-    saver, monkeypatch
-):
+def test_slots_that_are_given_back_to_a_locked_arena_come_back_later(saver, monkeypatch):
     abort = Mock(side_effect=[False, True])
     monkeypatch.setattr(Arena, "abort", abort)
     monkeypatch.setattr(Arena, "write_slots", lambda *_: 1 / 0)
@@ -358,9 +356,7 @@ def test_slots_that_find_the_arena_locked_when_they_are_given_back_come_back_lat
 
 
 @pytest.mark.parametrize("place", ["waits for the lock", "is about to commit"])
-def test_saver_that_goes_on_after_its_link_was_closed_keeps_no_lock(
-    link, arena, child_in, monkeypatch, place
-):
+def test_a_saver_that_outlives_its_link_keeps_no_lock(link, arena, child_in, monkeypatch, place):
     saver, other = new_saver(link), child_in(link.directory)
     gate = Gate(monkeypatch, Arena, "commit")
     monkeypatch.setattr(saver_module, "_LOCK_WAIT_S", 60.0)
@@ -383,9 +379,7 @@ def test_saver_that_goes_on_after_its_link_was_closed_keeps_no_lock(
     assert other.say("small.acquire(arena._lock, 0)") == "True"
 
 
-def test_what_was_computed_while_the_tier_was_away_is_counted_when_the_request_ends(
-    pair, monkeypatch
-):
+def test_what_was_computed_while_the_tier_was_away_is_counted_at_the_end(pair, monkeypatch):
     request = Request(1, PROMPT[:HIT])
     pair.query(request)
     with monkeypatch.context() as patch:

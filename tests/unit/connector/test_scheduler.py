@@ -78,9 +78,7 @@ def test_a_corrupt_block_shortens_the_promise_and_is_saved_again(warm):
 
 
 @pytest.mark.parametrize("error", [ShardUnavailable("It is gone."), ZeroDivisionError("a bug")])
-def test_no_error_of_the_query_reaches_the_engine_and_each_is_said_once(
-    warm, monkeypatch, caplog, error
-):
+def test_no_error_of_a_query_reaches_the_engine(warm, monkeypatch, caplog, error):
     monkeypatch.setattr(Arena, "valid", mock.Mock(side_effect=error))
     for request_id in (2, 3):
         assert warm.serve(Request(request_id, PROMPT)) == 0

@@ -82,9 +82,7 @@ def test_a_promise_that_is_not_used_is_released_on_every_node(nodes, stored):
 
 
 @pytest.mark.parametrize("how", ["request_finished", "request_reset", "not taken"])
-def test_a_promise_of_a_request_that_ends_or_goes_without_is_released_with_the_next_pass(
-    stored, how
-):
+def test_a_promise_that_a_request_goes_without_is_released_with_the_next_pass(stored, how):
     request = Request(2, PROMPT)
     stored.query(request)
     if how == "not taken":
@@ -119,9 +117,7 @@ def test_leases_whose_answer_was_lost_are_ended_with_the_next_call(nodes, stored
     assert stored.query(Request(3, list(range(20)))) == 0
 
 
-def test_a_rank_whose_arena_is_not_the_named_one_stops_the_engine_if_it_counts_on_it(
-    stored, monkeypatch
-):
+def test_a_rank_whose_arena_is_not_the_named_one_stops_the_engine(stored, monkeypatch):
     request = Request(2, PROMPT)
     stored.query(request)
     with monkeypatch.context() as patch:

@@ -111,9 +111,7 @@ def test_an_engine_process_flushes_at_its_end_and_never_imports_ray(make_pair):
 
 
 @pytest.mark.parametrize(("module", "owner", "method"), REPLACING, ids=lambda one: one)
-def test_every_engine_of_the_process_leaves_the_tier_and_one_that_is_gone_is_not_kept(
-    monkeypatch, module, owner, method
-):
+def test_every_engine_of_the_process_leaves_the_tier(monkeypatch, module, owner, method):
     def called(self: object, *args: object, **options: object) -> tuple[object, ...]:
         return (*args, *options.values())
 

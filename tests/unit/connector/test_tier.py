@@ -23,9 +23,7 @@ def tier(shard: None) -> Iterator[Tier]:
     made.stop()
 
 
-def test_an_engine_joins_a_tier_that_comes_and_the_next_and_a_restart_is_not_noticed(
-    make_pair, caplog
-):
+def test_an_engine_joins_each_tier_that_comes_and_notices_no_restart(make_pair, caplog):
     pair = make_pair()
     assert pair.serve(Request(1, PROMPT)) == 0
     assert pair.totals["miss_tokens_store_down"] == HIT
@@ -44,9 +42,7 @@ def test_an_engine_joins_a_tier_that_comes_and_the_next_and_a_restart_is_not_not
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_promise_is_kept_however_often_the_tier_is_replaced_before_its_load(
-    tier, pair, monkeypatch, times
-):
+def test_a_promise_is_kept_however_often_the_tier_is_replaced(tier, pair, monkeypatch, times):
     if times == 2:
         monkeypatch.setattr(link_module, "_PREVIOUS_S", 0.0)
     request = Request(2, PROMPT)

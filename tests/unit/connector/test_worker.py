@@ -47,9 +47,7 @@ def test_a_pass_waits_for_what_it_saves_where_the_engine_copies_over_pages(make_
 @pytest.mark.parametrize("make_pair", ["device"], indirect=True)
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("refills", [False, True])
-def test_a_stream_waits_before_no_pass_where_that_would_change_its_inputs(
-    make_pair, monkeypatch, is_compiled, refills
-):
+def test_no_stream_waits_where_that_changes_inputs(make_pair, monkeypatch, is_compiled, refills):
     monkeypatch.setattr("kvray.connector.start._refills_inputs", lambda _: refills)
     changes = {"cache": {"enable_partial_reuse": False}, "torch_compile_enabled": is_compiled}
     pair = make_pair(args_for(**changes))
@@ -148,7 +146,7 @@ PAGES = st.tuples(IDS.map(PageIds.of)) | st.tuples(st.binary(max_size=9).map(Pag
     saved=PAGES,
     released=NUMBERS,
 )
-def test_metadata_of_any_figures_writes_to_no_page_that_it_does_not_name(
+def test_metadata_writes_to_no_page_that_it_does_not_name(
     warm, fields, lease, depth, keys, saved, released
 ):
     """It comes from the engine's own leader: this is about versions that differ, and defects."""

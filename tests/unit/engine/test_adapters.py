@@ -61,9 +61,7 @@ def test_other_bytes_at_the_path_bypass_in_this_engine_and_are_new_to_the_next(t
     assert known.fingerprint(2, path) == after, "another task of the engine reads the new ones"
 
 
-def test_a_known_adapter_is_looked_at_and_not_read_and_files_beside_it_change_nothing(
-    tmp_path, monkeypatch
-):
+def test_a_known_adapter_is_looked_at_and_not_read(tmp_path, monkeypatch):
     known, path = make(), str(write_adapter(tmp_path))
     before = known.fingerprint(1, path)
     read = Mock()
@@ -83,9 +81,7 @@ def test_a_known_adapter_is_looked_at_and_not_read_and_files_beside_it_change_no
         (ConfigError("its files change while they are read"), "change while they are read"),
     ],
 )
-def test_whatever_ends_the_reading_of_an_adapter_it_is_said_and_tried_again(
-    tmp_path, monkeypatch, error, said
-):
+def test_a_reading_of_an_adapter_that_fails_is_tried_again(tmp_path, monkeypatch, error, said):
     known, path = make(), str(write_adapter(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(model_name, "fingerprint_model", Mock(side_effect=error))

@@ -158,7 +158,5 @@ def test_other_prompts_are_of_text():
         (LLAVA, None),
     ],
 )
-def test_without_all_their_names_or_the_size_of_the_vocabulary_media_may_be_in_any_prompt(
-    config, vocab_size
-):
+def test_media_without_all_their_names_may_be_in_any_prompt(config, vocab_size):
     assert may_be_in(config, 1, 2, 3, vocab_size=vocab_size)

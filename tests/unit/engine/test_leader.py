@@ -145,9 +145,7 @@ def test_it_is_promised_what_was_staged_meanwhile(peered, server, make_engine):
     assert peered.totals["staged_tokens"] == NUM_WANTED * BLOCK
 
 
-def test_a_shard_that_does_not_answer_is_waited_for_no_longer_than_said(
-    server, make_engine, monkeypatch
-):
+def test_a_silent_shard_is_waited_for_no_longer_than_said(server, make_engine, monkeypatch):
     monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0.3")
     silence = threading.Event()
     server.answer = lambda _: {"late": silence.wait(10)}

@@ -57,7 +57,7 @@ def share(heads: Any, rank: int, size: int) -> Any:
     sizes=st.permutations(SIZES).map(lambda drawn: drawn[:2]),
     seed=st.integers(0, 2**16),
 )
-def test_the_pieces_of_all_parts_are_what_the_rank_would_have_computed(
+def test_all_pieces_are_what_the_rank_would_have_computed(
     num_layers, head_bytes, num_heads, sizes, seed
 ):
     random, (stored_by, size) = np.random.default_rng(seed), sizes

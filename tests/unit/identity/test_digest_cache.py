@@ -61,9 +61,7 @@ def test_a_known_checkpoint_waits_for_nobody(checkpoint, cache):
 
 
 @pytest.mark.parametrize(("every_s", "is_said"), [(0.0, True), (60.0, False)])
-def test_what_is_known_is_kept_and_said_now_and_then(
-    checkpoint, cache, monkeypatch, every_s, is_said
-):
+def test_what_is_known_is_kept_now_and_then(checkpoint, cache, monkeypatch, every_s, is_said):
     kept, keep = list[int](), fingerprint.DigestCache.keep
 
     def note(memory: fingerprint.DigestCache, digests: Any) -> None:
@@ -158,7 +156,7 @@ def entry(checkpoint: Path, cache: Path) -> Path:
     return found
 
 
-def test_known_checkpoints_are_not_read_and_have_one_file_for_this_user_only(
+def test_known_checkpoints_are_not_read_and_their_file_is_private(
     checkpoint, cache, entry, monkeypatch
 ):
     sizes = read_sizes(monkeypatch)
@@ -200,7 +198,7 @@ def test_damaged_caches_are_written_again(checkpoint, cache, entry, content):
     assert entry.read_bytes() == valid
 
 
-def test_entries_of_made_up_digests_are_misses_and_changed_files_are_read(
+def test_made_up_digests_are_misses_and_changed_files_are_read(
     checkpoint, cache, entry, monkeypatch
 ):
     kept = json.loads(entry.read_text())
@@ -258,7 +256,7 @@ def test_blobs_named_by_digest_stay_unread(snapshot, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("keeps_times", [False, True])
-def test_blobs_edited_in_place_are_read_also_in_later_revisions_and_in_a_copy_of_the_cache(
+def test_blobs_edited_in_place_are_read_in_every_revision(
     checkpoint, snapshot, tmp_path, keeps_times
 ):
     weights = snapshot / "model.safetensors"

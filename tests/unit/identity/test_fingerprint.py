@@ -111,9 +111,7 @@ def test_what_an_engine_computes_with_shows(checkpoint, name):
 
 
 @pytest.mark.parametrize("is_link", [False, True])
-def test_changed_bytes_further_inside_show_and_a_directory_inside_itself_has_an_end(
-    checkpoint, tmp_path, is_link
-):
+def test_changed_bytes_further_inside_show(checkpoint, tmp_path, is_link):
     inside = write_checkpoint(tmp_path / "tower" if is_link else checkpoint / "vision_tower")
     if is_link:
         (checkpoint / "vision_tower").symlink_to(inside)
@@ -138,9 +136,7 @@ def test_adapters_and_engines_have_fingerprints_of_their_own(tmp_path, config, w
 # The stamp.
 
 
-def test_a_stamp_changes_with_every_file_that_counts_and_reads_none(
-    checkpoint, tmp_path, monkeypatch
-):
+def test_a_stamp_changes_with_every_file_that_counts(checkpoint, tmp_path, monkeypatch):
     changes: list[Callable[[], object]] = [
         lambda: change_byte(checkpoint / "model.safetensors", 1000),
         lambda: (checkpoint / "config.json").write_text("{}"),

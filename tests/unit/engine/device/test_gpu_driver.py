@@ -186,9 +186,7 @@ def cuda() -> CudaDevice:
     [(True, True, BATCHED), (True, False, PAGEABLE), (False, True, SINGLE)],
     ids=["batched", "not registered", "before CUDA 12.8"],
 )
-def test_copies_take_the_best_way_that_there_is(
-    driver, copies, has_batches, is_registered, expected
-):
+def test_copies_take_the_best_way_there_is(driver, copies, has_batches, is_registered, expected):
     target, source, pieces = copies
     driver.has_batches = has_batches
     assert copy(cuda(), pieces, is_registered=is_registered) == expected
@@ -233,9 +231,7 @@ def test_a_thread_disturbs_no_capture_and_has_its_own_mode_again_afterwards(driv
     assert driver.capture_mode == 2
 
 
-def test_an_engine_s_thread_is_not_left_with_the_error_of_memory_that_is_refused(
-    driver, monkeypatch, caplog
-):
+def test_refused_memory_leaves_the_engine_s_thread_no_error(driver, monkeypatch, caplog):
     """The runtime keeps it for the thread that asked, and that one's next kernel fails by it."""
     errors = threading.local()
 
@@ -272,7 +268,7 @@ def gathering(*, load: int, save: int, by_kernel: Mock) -> CudaDevice:
     ],
     ids=["small", "larger", "not registered", "a limit of saves", "no whole words"],
 )
-def test_pieces_that_are_small_on_average_are_for_the_kernel(
+def test_small_pieces_are_for_the_kernel(
     driver, copies, load, save, lacking, is_registered, expected
 ):
     pieces = copies[2]._replace(sizes=copies[2].sizes - np.uint64(lacking))
@@ -288,9 +284,7 @@ def test_a_kernel_that_cannot_be_had_is_not_asked_for_again(driver, copies, monk
     assert copy(device, copies[2]) == BATCHED
 
 
-def test_copies_that_the_kernel_cannot_make_are_made_by_engines_from_then_on(
-    driver, copies, caplog
-):
+def test_copies_that_the_kernel_cannot_make_are_made_by_engines(driver, copies, caplog):
     target, source, pieces = copies
     by_kernel = Mock(side_effect=torch.OutOfMemoryError("no memory for the addresses"))
     device = gathering(load=1024, save=0, by_kernel=by_kernel)

@@ -145,9 +145,7 @@ def test_a_run_of_whole_pages_is_one_copy(arena):
 # -- the arena's memory -------------------------------------------------------------------------
 
 
-def test_memory_is_registered_by_whole_slabs_in_the_background_and_let_go_at_the_end(
-    arena, monkeypatch
-):
+def test_memory_is_registered_by_whole_slabs_and_let_go_at_the_end(arena, monkeypatch):
     monkeypatch.setattr(gpu, "_CHUNK_BYTES", 3 * 2**16 + 1)
     device = CountingDevice()
     pool, part, slots = prepared(arena, device=device)
@@ -190,9 +188,7 @@ def test_only_slots_in_the_registered_part_count_as_such(arena, monkeypatch):
 
 @pytest.mark.parametrize("end", [lambda arena: ArenaOwner(arena).retire(), Arena.close])
 @pytest.mark.parametrize("comes_later", [False, True])
-def test_an_arena_that_is_over_is_let_go_with_or_without_a_next_one(
-    arena, end, comes_later, monkeypatch
-):
+def test_an_arena_that_is_over_is_let_go(arena, end, comes_later, monkeypatch):
     monkeypatch.setattr(gpu, "_LOOK_S", 0.01 if comes_later else HANG_S)
     device = CountingDevice()
     pool = pool_of(one_region(), device=device)
