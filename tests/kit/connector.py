@@ -235,6 +235,10 @@ class GroupedRequest(Request):
     full: list[int] = field(default_factory=list)
     window: list[int] = field(default_factory=list)
 
+    def content(self, block: int) -> int:
+        """Return what each byte of a block is."""
+        return sum(self.tokens[: (block + 1) * BLOCK]) % 251
+
 
 WINDOW = 10
 FULL_BYTES, SHARED_BYTES, WINDOW_BYTES = 64, 8, 32
@@ -252,24 +256,17 @@ class GroupedEngine(Pair):
             size: torch.full((NUM_BLOCKS, size), 255, dtype=torch.uint8)
             for size in (FULL_BYTES, SHARED_BYTES, WINDOW_BYTES)
         }
-        full = SimpleNamespace(
-            layer_group_id=0,
-            layer_ids=(0, 2),
-            window_size=None,
-            regions=(region_of(self.memory[FULL_BYTES], [0, 2]),),
-            replicated_regions=(region_of(self.memory[SHARED_BYTES], [0, 2], "index"),),
+        full, shared, window = (
+            region_of(self.memory[FULL_BYTES], [0, 2]),
+            region_of(self.memory[SHARED_BYTES], [0, 2], "index"),
+            region_of(self.memory[WINDOW_BYTES], [1]),
         )
-        window = SimpleNamespace(
-            layer_group_id=1,
-            layer_ids=(1,),
-            window_size=WINDOW,
-            regions=(region_of(self.memory[WINDOW_BYTES], [1]),),
-        )
-        self.layout = SimpleNamespace(
-            tokens_per_block=BLOCK, groups=(full, window), dtype=torch.uint8
+        self.layout = layout_of(
+            group_of(0, [0, 2], full, replicated_regions=(shared,)),
+            group_of(1, [1], window, window_size=WINDOW),
         )
         self.worker.register_kv_cache_layout(self.layout)
-        self._next_page = 0
+        self._next_block = itertools.cycle(range(NUM_BLOCKS))
 
     def query(self, request: GroupedRequest, computed: int = 0) -> int:
         matched, is_later = self.scheduler.get_num_new_matched_tokens(request, computed)
@@ -278,9 +275,7 @@ class GroupedEngine(Pair):
 
     def give_pages(self, request: GroupedRequest, *, window_from: int = 0) -> None:
         """Give a request its pages; blocks before `window_from` have none in the window."""
-        count = -(-len(request.tokens) // BLOCK)
-        pages = [(self._next_page + n) % NUM_BLOCKS for n in range(count)]
-        self._next_page += count
+        pages = [next(self._next_block) for _ in range(-(-len(request.tokens) // BLOCK))]
         request.full = pages
         request.window = [-1 if n < window_from else p for n, p in enumerate(reversed(pages))]
         for memory in self.memory.values():
@@ -289,13 +284,14 @@ class GroupedEngine(Pair):
     def run(self, request: GroupedRequest, *, taken: int) -> ConnectorMeta:
         """Do the pass that computes all but `taken` tokens."""
         request.py_num_connector_matched_tokens = taken
+        pages, left = [request.full, request.window], len(request.tokens) - taken
         report = RequestData(
             request.request_id,
             list(request.tokens),
             [],
             0,
-            len(request.tokens) - taken,
-            new_block_ids_by_layer_group=[request.full, request.window],
+            left,
+            new_block_ids_by_layer_group=pages,
         )
         meta = self.begin_pass(report)
         self.compute_from(request, taken)
@@ -303,26 +299,35 @@ class GroupedEngine(Pair):
 
     def compute_from(self, request: GroupedRequest, taken: int) -> None:
         for block in range(taken // BLOCK, len(request.tokens) // BLOCK):
-            self._fill(request, block)
+            for row in self._rows(request, block):
+                row[:] = request.content(block)
         self.worker.wait_for_save(None)
 
-    def _fill(self, request: GroupedRequest, block: int) -> None:
-        content = sum(request.tokens[: (block + 1) * BLOCK]) % 251
-        self.memory[FULL_BYTES][request.full[block]] = content
-        self.memory[SHARED_BYTES][request.full[block]] = content
-        if request.window[block] >= 0:
-            self.memory[WINDOW_BYTES][request.window[block]] = content
+    def has(self, request: GroupedRequest, block: int) -> list[bool]:
+        """Whether a block's bytes are right: full, shared and, if it has a page there, window."""
+        return [bool((row == request.content(block)).all()) for row in self._rows(request, block)]
 
-    def has(self, request: GroupedRequest, block: int) -> tuple[bool, bool]:
-        """Whether a block's bytes are right: full and shared, window."""
-        content = sum(request.tokens[: (block + 1) * BLOCK]) % 251
-        full = [self.memory[size][request.full[block]] for size in (FULL_BYTES, SHARED_BYTES)]
-        window = self.memory[WINDOW_BYTES][request.window[block]]
-        return all(bool((one == content).all()) for one in full), bool((window == content).all())
+    def _rows(self, request: GroupedRequest, block: int) -> list[torch.Tensor]:
+        full, window = request.full[block], request.window[block]
+        rows = [self.memory[FULL_BYTES][full], self.memory[SHARED_BYTES][full]]
+        return rows if window < 0 else [*rows, self.memory[WINDOW_BYTES][window]]
 
     def flush(self) -> None:
         self.worker._rank.close_pool()
         self.worker.register_kv_cache_layout(self.layout)
+
+
+def layout_of(*groups: Any, **fields: Any) -> Any:
+    """Return what an engine with layer groups says of its cache."""
+    plain = {"tokens_per_block": BLOCK, "dtype": torch.uint8}
+    return SimpleNamespace(groups=groups, **plain | fields)
+
+
+def group_of(index: int, layers: Sequence[int], *regions: Any, **fields: Any) -> Any:
+    plain = {"window_size": None, "replicated_regions": ()}
+    return SimpleNamespace(
+        layer_group_id=index, layer_ids=layers, regions=regions, **plain | fields
+    )
 
 
 def region_of(pages: torch.Tensor, layers: Sequence[int], roles: str = "key value") -> Any:

@@ -30,7 +30,7 @@ from kvray.engine.model_name import Adapters, fingerprints_dir
 from kvray.engine.shared_state import SharedState
 from kvray.identity.keys import chain_keys, request_seed
 from tests.examples import examples
-from tests.kit.connector import LLAMA, read_args, region_of, stand_in
+from tests.kit.connector import LLAMA, group_of, layout_of, read_args, region_of, stand_in
 
 READ_S = 30.0
 """How long a request waits here for its adapter to be read; an engine's does not wait for it."""
@@ -135,21 +135,12 @@ def make_layout(named: Named) -> CacheLayout:
     groups = windows[named.layout]
     share = NUM_LAYERS // len(groups)
     pages = torch.zeros((NUM_PAGES, share * 2 * elems * dtype.itemsize), dtype=torch.uint8)
-    return read_layout(
-        SimpleNamespace(
-            tokens_per_block=named.tokens_per_block,
-            dtype=dtype,
-            groups=[
-                SimpleNamespace(
-                    layer_group_id=group,
-                    layer_ids=list(range(group * share, (group + 1) * share)),
-                    window_size=window,
-                    regions=[region_of(pages, range(share))],
-                )
-                for group, window in enumerate(groups)
-            ],
-        )
-    )
+    region = region_of(pages, range(share))
+    made = [
+        group_of(group, range(group * share, (group + 1) * share), region, window_size=window)
+        for group, window in enumerate(groups)
+    ]
+    return read_layout(layout_of(*made, tokens_per_block=named.tokens_per_block, dtype=dtype))
 
 
 def mount(root: Path, kind: str, number: int) -> Path:

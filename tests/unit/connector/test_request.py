@@ -166,9 +166,9 @@ UNTOLD = {
     "cache_salt_id": ("5", True),
     "py_lora_path": ("/adapters/a",),
     "lora_task_id": (3, []),
-    **dict.fromkeys(("multimodal_embedding", "mrope_rotary_cos_sin", "multimodal_taste"), [THING]),
-    **dict.fromkeys(("prompt_embedding_table", "encoder_input_features"), [THING]),
-    **dict.fromkeys(("py_encoder_output", "cross_attention_mask", "lora_weights"), [THING]),
+    **dict.fromkeys(("multimodal_embedding", "mrope_rotary_cos_sin", "multimodal_taste"), (THING,)),
+    **dict.fromkeys(("prompt_embedding_table", "encoder_input_features"), (THING,)),
+    **dict.fromkeys(("py_encoder_output", "cross_attention_mask", "lora_weights"), (THING,)),
 }
 UNTOLD_OF_MEDIA = {
     "multimodal_positions": ([], [4], [-4, 4], [4.0, 8.0], [True, 8]),

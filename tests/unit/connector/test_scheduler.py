@@ -1,5 +1,6 @@
 """The leader promises what is leased and valid, and gives back what was not used."""
 
+import logging
 from unittest import mock
 
 import pytest
