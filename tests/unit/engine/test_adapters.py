@@ -2,6 +2,7 @@
 
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,6 +12,8 @@ from kvray.engine import model_name
 from kvray.engine.model_name import Adapters
 from kvray.errors import ConfigError
 from tests.waiting import Gate, wait_for
+
+engine = partial(Adapters, settings="{}", cache_dir=None)
 
 
 @pytest.fixture(autouse=True)
@@ -26,29 +29,23 @@ def write_adapter(directory: Path, weights: bytes = b"weights") -> Path:
     return directory
 
 
-def make(*, settings: str = "{}", cache_dir: Path | None = None) -> Adapters:
-    return Adapters(settings=settings, cache_dir=cache_dir)
-
-
-def test_an_adapter_is_known_by_its_bytes_and_not_by_its_path_or_number(tmp_path):
-    known = make()
+def test_an_adapter_is_known_by_its_bytes_and_how_they_are_read_and_not_by_path_or_number(tmp_path):
+    known, other = engine(), engine(settings='{"swap_gate_up_proj_lora_b_weight": false}')
     first = known.fingerprint(1, str(write_adapter(tmp_path / "a")))
     assert first is not None
     assert len(first) == 32
     assert known.fingerprint(2, str(write_adapter(tmp_path / "b"))) == first
-    assert make().fingerprint(3, str(tmp_path / "a")) == first
+    assert engine().fingerprint(3, str(tmp_path / "a")) == first
+    assert other.fingerprint(3, str(tmp_path / "a")) != first
     assert known.fingerprint(3, str(write_adapter(tmp_path / "c", b"other"))) != first
     assert known.fingerprint(1, str(tmp_path / "b")) is None, "another path for one task"
-
-
-def test_engines_that_read_adapters_differently_do_not_share(tmp_path):
-    path = str(write_adapter(tmp_path))
-    swapped = '{"swap_gate_up_proj_lora_b_weight": false}'
-    assert make().fingerprint(1, path) != make(settings=swapped).fingerprint(1, path)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="nowhere"):
+            known.fingerprint(4, str(tmp_path / "nowhere"))
 
 
 def test_other_bytes_at_the_path_bypass_in_this_engine_and_are_new_to_the_next(tmp_path, caplog):
-    known, path = make(cache_dir=tmp_path / "cache"), str(write_adapter(tmp_path / "a"))
+    known, path = engine(cache_dir=tmp_path / "cache"), str(write_adapter(tmp_path / "a"))
     before = known.fingerprint(1, path)
     write_adapter(tmp_path / "a", b"changed")
     assert known.fingerprint(1, path) is None
@@ -56,13 +53,13 @@ def test_other_bytes_at_the_path_bypass_in_this_engine_and_are_new_to_the_next(t
     assert known.fingerprint(1, path) is None, "the engine may have read the ones between"
     assert [f"adapter 1 at {path}" in one for one in caplog.messages] == [True]
     write_adapter(tmp_path / "a", b"changed")
-    after = make(cache_dir=tmp_path / "cache").fingerprint(1, path)
+    after = engine(cache_dir=tmp_path / "cache").fingerprint(1, path)
     assert after not in (None, before)
     assert known.fingerprint(2, path) == after, "another task of the engine reads the new ones"
 
 
 def test_a_known_adapter_is_looked_at_and_not_read(tmp_path, monkeypatch):
-    known, path = make(), str(write_adapter(tmp_path))
+    known, path = engine(), str(write_adapter(tmp_path))
     before = known.fingerprint(1, path)
     read = Mock()
     with monkeypatch.context() as patch:
@@ -82,7 +79,7 @@ def test_a_known_adapter_is_looked_at_and_not_read(tmp_path, monkeypatch):
     ],
 )
 def test_a_reading_of_an_adapter_that_fails_is_tried_again(tmp_path, monkeypatch, error, said):
-    known, path = make(), str(write_adapter(tmp_path))
+    known, path = engine(), str(write_adapter(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(model_name, "fingerprint_model", Mock(side_effect=error))
         for _ in range(model_name._AT_ONCE_MAX + 1):
@@ -95,7 +92,7 @@ def test_an_adapter_that_takes_long_to_read_is_not_waited_for(tmp_path, monkeypa
     gate = Gate(monkeypatch, model_name, "fingerprint_model")
     monkeypatch.setattr(model_name, "_AT_ONCE_MAX", 1)
     monkeypatch.setattr(model_name, "_WAIT_S", 0.05)
-    known, path = make(), str(write_adapter(tmp_path / "a"))
+    known, path = engine(), str(write_adapter(tmp_path / "a"))
     wait_for(lambda: known.fingerprint(1, path) or gate.reached.is_set(), "its reading")
     assert known.fingerprint(1, path) is None
     assert known.fingerprint(2, str(write_adapter(tmp_path / "b"))) is None
@@ -105,7 +102,7 @@ def test_an_adapter_that_takes_long_to_read_is_not_waited_for(tmp_path, monkeypa
 
 
 def test_a_file_system_that_does_not_answer_holds_up_no_request(tmp_path, monkeypatch):
-    known, paths = make(), [str(write_adapter(tmp_path / str(number))) for number in range(6)]
+    known, paths = engine(), [str(write_adapter(tmp_path / str(number))) for number in range(6)]
     for number, path in enumerate(paths):
         assert known.fingerprint(number, path) is not None
     with monkeypatch.context() as patch:
@@ -121,7 +118,7 @@ def test_a_file_system_that_does_not_answer_holds_up_no_request(tmp_path, monkey
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_what_changes_after_a_late_look_shows_at_the_next(tmp_path, monkeypatch, caplog, is_known):
-    known, path = make(), str(write_adapter(tmp_path))
+    known, path = engine(), str(write_adapter(tmp_path))
     if is_known:
         assert known.fingerprint(1, path) is not None
     with monkeypatch.context() as patch:
@@ -141,14 +138,7 @@ def num_threads() -> int:
 
 def test_what_is_remembered_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(model_name, "_ADAPTERS_MAX", 1)
-    known, path = make(), str(write_adapter(tmp_path))
+    known, path = engine(), str(write_adapter(tmp_path))
     assert known.fingerprint(1, path) is not None
     assert known.fingerprint(2, path) is None
     assert known.fingerprint(1, path) is not None
-
-
-def test_an_adapter_that_is_not_there_is_named(tmp_path):
-    known = make()
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="nowhere"):
-            known.fingerprint(1, str(tmp_path / "nowhere"))

@@ -38,17 +38,17 @@ def read(directory: Path, config: dict[str, Any]) -> CheckpointConfig:
 
 
 @pytest.mark.parametrize(
-    "wrap",
+    "config",
     [
-        lambda config: config,
-        lambda config: {"model_type": "gemma3", "text_config": config},
-        lambda config: {"llm_config": config, "vision_config": {"num_hidden_layers": 9}},
-        lambda config: {"thinker_config": {"text_config": config}},
-        lambda config: {"num_hidden_layers": 9, "text_config": config},
+        LLAMA,
+        {"model_type": "gemma3", "text_config": LLAMA},
+        {"llm_config": LLAMA, "vision_config": {"num_hidden_layers": 9}},
+        {"thinker_config": {"text_config": LLAMA}},
+        {"num_hidden_layers": 9, "text_config": LLAMA},
     ],
 )
-def test_the_language_model_of_a_multimodal_one_counts(tmp_path, wrap):
-    assert read(tmp_path, wrap(LLAMA)).num_layers == 4
+def test_the_language_model_of_a_multimodal_one_counts(tmp_path, config):
+    assert read(tmp_path, config).num_layers == 4
 
 
 def test_a_latent_cache_is_known_by_its_rank(tmp_path):
@@ -93,20 +93,15 @@ def test_a_name_on_the_hub_leads_to_the_revision_in_its_cache(hub_cache):
 
 
 @pytest.mark.parametrize("model", ["", "tiny:1", "model", "org/other", "/org/model", "../model"])
-def test_other_names_stay_what_they_are(hub_cache, model):
+def test_other_names_stay_what_they_are(hub_cache, tmp_path, monkeypatch, model):
     assert find_checkpoint(model, None) == model
     assert find_checkpoint("org/model", "v3") == "org/model"
-
-
-def test_a_directory_that_looks_like_a_name_is_a_directory(hub_cache, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "huggingface_hub", None)
+        assert find_checkpoint("org/model", None) == "org/model"
     (tmp_path / "org" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert find_checkpoint("org/model", None) == "org/model"
-
-
-def test_without_the_hubs_package_a_name_stays_a_name(hub_cache, monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert find_checkpoint("org/model", None) == "org/model"
+    assert find_checkpoint("org/model", None) == "org/model", "it is a directory"
 
 
 LLAVA = {"image_token_index": 32_000, "vision_config": {"depth": 2}}

@@ -54,19 +54,14 @@ def test_an_engine_without_a_version_is_off_the_tier(engine):
     assert engine.serve(OTHER) == HIT
 
 
-def test_an_engine_whose_weights_may_be_replaced_begins_without_a_version(stored, make_engine):
+def test_an_engine_begins_with_the_version_of_its_setting(stored, make_engine, monkeypatch):
     engine = make_engine(weights_may_change=True)
-    assert engine.serve(PROMPT) == 0
+    assert engine.serve(PROMPT) == 0, "it begins without one"
     name(engine, "")
     assert engine.serve(PROMPT) == HIT
-
-
-def test_the_setting_names_what_an_engine_begins_with(stored, make_engine, monkeypatch):
-    monkeypatch.setenv("KVRAY_CONNECTOR__WEIGHTS_VERSION", "7")
-    assert make_engine(weights_may_change=True).serve(PROMPT) == 0
-    assert make_engine().serve(PROMPT) == HIT
-    monkeypatch.setenv("KVRAY_CONNECTOR__WEIGHTS_VERSION", "8")
-    assert make_engine().serve(PROMPT) == 0
+    for version, hit in (("7", 0), ("7", HIT), ("8", 0)):
+        monkeypatch.setenv("KVRAY_CONNECTOR__WEIGHTS_VERSION", version)
+        assert make_engine(weights_may_change=True).serve(PROMPT) == hit
 
 
 def run(
@@ -93,31 +88,24 @@ def run(
     return blocks
 
 
-@pytest.mark.parametrize("versions", [["2"], [None], [None, ""], ["2", ""]])
+@pytest.mark.parametrize("versions", [["2"], [None], [None, ""], ["2", ""], [""]])
 def test_nothing_more_is_stored_of_a_request_in_flight(engine, make_engine, versions):
     blocks = run(engine, 1, 0, 16)
     for version in versions:
         name(engine, version)
     run(engine, 1, 16, len(PROMPT), blocks)
-    assert stored_of(engine) == 16 // BLOCK
+    is_as_before = versions == [""]
+    assert stored_of(engine) == (len(PROMPT) if is_as_before else 16) // BLOCK
     name(engine, "")
-    assert make_engine().serve(PROMPT) == 16
-    assert engine.serve(PROMPT) == 36  # stored by the one before, whole
-
-
-def test_the_same_version_twice_changes_nothing(engine):
-    name(engine, "2")
-    blocks = run(engine, 1, 0, 16)
-    name(engine, "2")
-    run(engine, 1, 16, len(PROMPT), blocks)
-    assert stored_of(engine) == len(PROMPT) // BLOCK
+    assert make_engine().serve(PROMPT) == (HIT if is_as_before else 16)
+    assert engine.serve(PROMPT) == HIT  # stored by the one before, whole
 
 
 @pytest.mark.parametrize("version", ["2", None])
 def test_what_was_promised_before_is_loaded_and_stored_under_no_version(stored, engine, version):
-    assert engine.ask(1, PROMPT) == HIT
+    assert engine.ask(1, PROMPT) == engine.ask(3, PROMPT) == HIT
     name(engine, version)
-    assert engine.ask(2, OTHER) == 0
+    assert engine.ask(3, PROMPT) == engine.ask(2, OTHER) == 0
     blocks = [engine.new_blocks(PROMPT), engine.new_blocks(OTHER)]
     meta = engine.plan((1, PROMPT, blocks[0], HIT), (2, OTHER, blocks[1], 0))
     engine.rank.begin(meta, None)
@@ -143,19 +131,12 @@ def test_a_rank_that_has_not_heard_yet_loads_and_stores_as_the_leader_says(engin
     engine.rank.shared.name_weights(None)
     assert engine.serve(PROMPT) == HIT
     assert engine.serve(OTHER) == 0
-    number = engine.leader.shared.identity.own.number
     assert stored_of(engine) == 20
-    assert engine.rank.shared.link.arena is not None
-    assert list(engine.rank.shared.link.arena.has_slots_of([number])) == [True]
+    number = engine.leader.shared.identity.own.number
+    assert list(engine.arena.has_slots_of([number])) == [True]
 
 
-def test_an_offer_that_the_engine_asks_for_again_is_of_the_new_version(stored, engine):
-    assert engine.ask(1, PROMPT) == HIT
-    name(engine, "2")
-    assert engine.ask(1, PROMPT) == 0
-
-
-# -- told by the shard ----------------------------------------------------------------------------
+# -- told by the shard
 
 
 @pytest.fixture
@@ -198,18 +179,11 @@ def test_a_replica_that_is_not_connected_has_no_ranks_to_tell(shard, told):
 
 
 def test_an_engine_that_does_not_answer_in_time_is_not_told_later(shard, told, monkeypatch):
-    leader = told.leader.shared
-    is_silent, fell_silent = threading.Event(), threading.Event()
-    report = NodeLink._report
-    monkeypatch.setattr(
-        NodeLink,
-        "_report",
-        lambda self: fell_silent.set() if is_silent.is_set() else report(self),
-    )
-    is_silent.set()
-    assert fell_silent.wait(30), "a report may still be under way"
-    with pytest.raises(ShardUnavailable, match=r"Ranks .*1 of replica"):
-        shard.requests.set_weights_version(leader.replica, "2", 0.05)
-    is_silent.clear()
+    leader, fell_silent = told.leader.shared, threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(NodeLink, "_report", lambda _: fell_silent.set())
+        assert fell_silent.wait(30), "a report may still be under way"
+        with pytest.raises(ShardUnavailable, match=r"Ranks .*1 of replica"):
+            shard.requests.set_weights_version(leader.replica, "2", 0.05)
     assert tell(shard, leader.replica, None) == {0: 1, 1: 1}
     assert leader.weights == (1, None)

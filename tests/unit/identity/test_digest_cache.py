@@ -100,7 +100,7 @@ def held(entry: Path) -> Iterator[Any]:
 
 
 def test_the_turn_of_a_process_that_died_is_over(checkpoint, cache, held):
-    progress = Progress(on_step=lambda: (held.kill(), held.wait(10)) and None)
+    progress = Progress(on_step=lambda: held.kill() or held.wait(10))
     assert of(checkpoint, cache, progress=progress) == GOLDEN
     assert held.poll() is not None, "it was waited for"
 
