@@ -17,7 +17,7 @@ from kvray.engine.meta import ConnectorMeta
 from kvray.engine.model_name import ModelName
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.identity.fingerprint import Progress
-from tests.kit.connector import BLOCK, HIT, PROMPT, Pair, Request, args_for
+from tests.kit.connector import HIT, PROMPT, Pair, Request, args_for
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.unit.connector.conftest import MakePair
 from tests.waiting import wait_for
@@ -124,15 +124,6 @@ def test_the_log_says_how_far_it_is_and_what_to_do(args, reading, tmp_path, capl
     assert name.find(0) == ""
     assert "is being read to tell it from others, 3.0 of 12.0 GB, about 300" in caplog.text
     name.close()
-
-
-def test_a_request_noted_before_the_name_says_why_it_missed(pair, monkeypatch):
-    noted = []  # the link's thread may report a note at once
-    monkeypatch.setattr(pair.engine.figures.log, "note", noted.append)
-    pair.serve(Request(7, PROMPT), computed=BLOCK)
-    (note,) = noted
-    assert (note.request_id, note.reason, note.num_tokens) == (7, "fingerprinting", len(PROMPT))
-    assert (note.first, note.end, note.wanted) == (1, 1, 9)
 
 
 @pytest.mark.parametrize("kind", [MemoryError, SystemExit, ConfigError])

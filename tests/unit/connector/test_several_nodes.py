@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from kvray.errors import ConfigError, LeaseExpired
-from kvray.store import Arena
+from kvray.store.arena.layout import READY
 from tests.kit.connector import BLOCK, HIT, NUM_WANTED, PROMPT, Request, flip_a_byte
 from tests.kit.two_nodes import NAMES, SpreadReplica, TwoNodes
 
@@ -40,13 +40,6 @@ def stored(make_replica: MakeReplica) -> SpreadReplica:
     return one
 
 
-def drop_blocks(arena: Arena, num_kept: int) -> None:
-    """Have a node lose what follows the first blocks."""
-    tables = arena.tables
-    lost = ((tables.slot_depth >= num_kept) & (tables.slot_state == 2)).nonzero()[0]
-    arena.quarantine(lost)
-
-
 def test_a_fresh_engine_loads_on_every_node_what_another_stored_there(stored, make_replica):
     fresh = make_replica()
     assert fresh.serve(Request(2, PROMPT)) == HIT
@@ -62,10 +55,12 @@ def test_nothing_is_promised_before_all_ranks_are_known(stored, make_replica):
 @pytest.mark.parametrize("loser", [0, 1])
 @pytest.mark.parametrize("how", ["lost", "corrupt"])
 def test_the_shortest_prefix_of_all_nodes_is_promised(stored, make_replica, loser, how):
+    arena = stored.arenas[loser]
     if how == "lost":
-        drop_blocks(stored.arenas[loser], num_kept=4)
+        slots = arena.tables.slots_in(READY)
+        arena.quarantine(slots[arena.tables.slot_depth[slots] >= 4])
     else:
-        flip_a_byte(stored.arenas[loser], depth=4)
+        flip_a_byte(arena, depth=4)
     fresh = make_replica()
     assert fresh.serve(Request(2, PROMPT)) == 4 * BLOCK
     assert fresh.totals["miss_tokens_corrupt"] == (how == "corrupt") * (NUM_WANTED - 4) * BLOCK
@@ -73,23 +68,18 @@ def test_the_shortest_prefix_of_all_nodes_is_promised(stored, make_replica, lose
     assert make_replica().serve(Request(3, PROMPT)) == HIT
 
 
-def test_a_promise_that_is_not_used_is_released_on_every_node(nodes, stored):
+@pytest.mark.parametrize("how", ["not used", "request_finished", "request_reset", "not taken"])
+def test_a_promise_that_a_request_goes_without_is_released_with_the_next_pass(nodes, stored, how):
+    request = Request(2, PROMPT)
     for _ in range(3):  # asking again replaces it
-        assert stored.query(Request(2, PROMPT)) == HIT
+        assert stored.query(request) == HIT
     nodes.drop_handovers()
     assert nodes.leased() == [NUM_WANTED] * 2
-    assert len(stored.pass_on().releases) == 3
-
-
-@pytest.mark.parametrize("how", ["request_finished", "request_reset", "not taken"])
-def test_a_promise_that_a_request_goes_without_is_released_with_the_next_pass(stored, how):
-    request = Request(2, PROMPT)
-    stored.query(request)
     if how == "not taken":
         assert stored.plan(request, accepted=False).loads == ()
-    else:
+    elif how != "not used":
         getattr(stored.scheduler, how)(request, *([[]] if how == "request_finished" else []))
-    stored.pass_on()
+    assert len(stored.pass_on().releases) == (0 if how == "not taken" else 3)
 
 
 def test_a_node_that_is_away_means_no_promise_and_no_lease(nodes, stored):

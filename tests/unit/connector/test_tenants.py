@@ -20,7 +20,9 @@ from tests.unit.actors.small_shard import failed_with
 
 @pytest.fixture(autouse=True)
 def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = write_secret(tmp_path / "secret", b"of this very test")
+    path = tmp_path / "secret"
+    path.write_bytes(b"of this very test")
+    path.chmod(0o600)
     monkeypatch.setenv("KVRAY_SECURITY__TENANT_SECRET_FILE", str(path))
     return path
 
@@ -32,19 +34,11 @@ def shard(environment: dict[str, str], secret: Path) -> Iterator[Shard]:
     tier.stop()
 
 
-def write_secret(path: Path, secret: bytes) -> Path:
-    path.write_bytes(secret)
-    path.chmod(0o600)
-    return path
-
-
-def ask(pair: Pair, request_id: int, salt: str | int | None, tokens: list[int] = PROMPT) -> int:
+def ask(pair: Pair, request_id: int, salt: str | int | None) -> int:
     """Serve a request with a salt; return how many tokens were loaded for it."""
-    request = Request(request_id, tokens)
-    if isinstance(salt, int):
-        request.cache_salt_id = salt
-    elif salt is not None:
-        request.cache_salt = salt  # type: ignore[attr-defined]
+    request = Request(request_id, PROMPT)
+    if salt is not None:
+        setattr(request, "cache_salt_id" if isinstance(salt, int) else "cache_salt", salt)
     pair.wait_for_arena()
     matched = pair.serve(request)
     pair.flush()
@@ -92,7 +86,7 @@ def test_a_prompt_is_prefetched_under_the_keys_of_its_tenant(shard, pair):
 
 
 def test_a_shard_with_another_secret_than_the_engine_says_so(shard, make_pair, secret):
-    write_secret(secret, b"not the one of the shard")
+    secret.write_bytes(b"not the one of the shard")
     with pytest.raises(ConfigError, match="with another secret"):
         prefetch(shard, make_pair(), "acme/1")
 
