@@ -62,40 +62,34 @@ def test_media_enter_with_digest_and_position():
     assert one != two
 
 
-def test_media_that_are_woven_into_one_another_differ_by_their_runs():
+def test_media_that_are_woven_into_one_another_differ_by_their_runs_also_in_flat_lists():
     def woven(*runs: Any) -> list[tuple[int, bytes]]:
         return media_of(multimodal_item_runs=list(runs))
+
+    def flat(*positions: int) -> list[tuple[int, bytes]]:
+        return media_of(
+            multimodal_positions=[1, 3],
+            multimodal_item_run_cu_offsets=[0, 2, 4],
+            multimodal_run_positions=list(positions),
+            multimodal_run_lengths=[1, 1, 1, 1],
+        )
 
     one = woven([(1, 1, []), (7, 1, [])], [(3, 1, []), (5, 1, [])])
     assert [position for position, _ in one] == [1, 3]
     assert one != woven([(1, 1, []), (5, 1, [])], [(3, 1, []), (7, 1, [])])
     assert one != woven([(1, 1, [0]), (7, 1, [])], [(3, 1, []), (5, 1, [])])
+    assert flat(1, 7, 3, 5) == flat(1, 7, 3, 5) != flat(1, 5, 3, 7)
 
 
-def test_runs_may_come_in_flat_lists():
-    def flat(offsets: list[int], positions: list[int]) -> list[tuple[int, bytes]]:
-        return media_of(
-            multimodal_positions=[1, 3],
-            multimodal_lengths=[2, 2],
-            multimodal_item_run_cu_offsets=offsets,
-            multimodal_run_positions=positions,
-            multimodal_run_lengths=[1] * len(positions),
-        )
-
-    assert flat([0, 2, 4], [1, 7, 3, 5]) != flat([0, 2, 4], [1, 5, 3, 7])
-    assert flat([0, 2, 4], [1, 7, 3, 5]) == flat([0, 2, 4], [1, 7, 3, 5])
-
-
-def test_a_digests_words_may_have_a_sign_or_none():
-    signed = identity_of(multimodal_hashes=[[-1] * 8], multimodal_positions=[4])
-    unsigned = identity_of(multimodal_hashes=[[2**32 - 1] * 8], multimodal_positions=[4])
-    assert signed == unsigned != identity_of(multimodal_hashes=[[1] * 8], multimodal_positions=[4])
-
-
-@pytest.mark.parametrize("words", [[2**32] * 8, []])
-def test_a_digest_of_another_form_is_none_that_we_know(words):
-    with pytest.raises(ConfigError, match="32 bits"):
-        identity_of(multimodal_hashes=[words], multimodal_positions=[4])
+def test_the_32_bits_of_a_digests_words_may_have_a_sign_or_none():
+    signed, unsigned, other = (
+        identity_of(multimodal_hashes=[[word] * 8], multimodal_positions=[4])
+        for word in (-1, 2**32 - 1, 1)
+    )
+    assert signed == unsigned != other
+    for words in ([2**32] * 8, []):
+        with pytest.raises(ConfigError, match="32 bits"):
+            identity_of(multimodal_hashes=[words], multimodal_positions=[4])
 
 
 def test_media_may_have_their_content_beside_their_digests():
@@ -201,17 +195,16 @@ def test_what_cannot_be_told_apart_bypasses_the_cache(fields):
     assert identity_of(**fields) is None
 
 
-def reader() -> RequestReader:
+def are_lacking(*requests: dict[str, Any]) -> list[bool]:
+    """Return of each request of an engine whether it lacks what others have."""
     args: Any = SimpleNamespace(adapters="", checkpoint=CheckpointConfig())
-    return RequestReader(args)
+    reader = RequestReader(args)
+    return [reader.is_lacking(SimpleNamespace(**one)) for one in requests]
 
 
 def test_a_request_that_lacks_what_others_have_cannot_be_told():
-    regularity = reader()
-    assert not regularity.is_lacking(SimpleNamespace(cache_salt_id=None))
-    assert not regularity.is_lacking(SimpleNamespace(cache_salt="a", lora_task_id=None))
-    assert regularity.is_lacking(SimpleNamespace(lora_task_id=None))
-    assert regularity.is_lacking(SimpleNamespace(cache_salt_id=None))
+    number, text, adapter = {"cache_salt_id": None}, {"cache_salt": "a"}, {"lora_task_id": None}
+    assert are_lacking(number, text | adapter, adapter, number) == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -223,17 +216,9 @@ def test_a_request_that_lacks_what_others_have_cannot_be_told():
     ],
 )
 def test_fields_that_a_version_has_together_are_lost_where_one_is_missing(names):
-    fields = dict.fromkeys(names)
-    assert not reader().is_lacking(SimpleNamespace(**fields))
+    assert are_lacking(dict.fromkeys(names)) == [False]
     for name in names:
-        rest = {one: None for one in names if one != name}
-        assert reader().is_lacking(SimpleNamespace(**rest))
-
-
-@pytest.mark.parametrize("accessor", [5, None, "", object()])
-def test_an_encoder_that_cannot_be_asked_for_is_no_encoder_that_is_not_there(accessor):
-    with pytest.raises(TypeError):
-        identity_of(try_get_encoder_output_len=accessor)
+        assert are_lacking(dict.fromkeys(one for one in names if one != name)) == [True]
 
 
 WIDE = torch.tensor([[0, 1, 2, 2, 2, 2, 2, 2, 5], [0, 1, 2, 2, 2, 3, 3, 3, 5]])
@@ -254,12 +239,9 @@ def digest_of(positions: Any, *, length: int | None = 6) -> bytes:
     return found[0].digest
 
 
-def test_equal_pixels_in_another_shape_are_another_image():
+def test_equal_pixels_in_another_shape_are_another_image_and_what_follows_is_not_part_of_it():
     assert digest_of(WIDE) == digest_of(WIDE.clone()) == digest_of(WIDE[:, None].squeeze(1))
     assert digest_of(WIDE) != digest_of(TALL)
-
-
-def test_what_follows_an_image_in_the_prompt_is_not_part_of_it():
     longer = torch.cat([WIDE, torch.tensor([[6, 7], [6, 7]])], dim=1)
     assert digest_of(WIDE) == digest_of(longer)
 
@@ -303,12 +285,10 @@ class Record:
     sizes: tuple[int, ...] = ()
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [("auto", "auto"), (Name.FP8, "fp8"), (Number.DUMMY, "DUMMY"), (None, ""), (7, "")],
-)
-def test_a_text_may_be_a_member_of_an_enumeration_and_what_was_made_up_is_none(value, text):
-    assert text_of(SimpleNamespace(a=value), "a") == text
+def test_a_text_may_be_a_member_of_an_enumeration_and_what_was_made_up_is_none():
+    values = ("auto", Name.FP8, Number.DUMMY, None, 7)
+    texts = [text_of(SimpleNamespace(a=value), "a") for value in values]
+    assert texts == ["auto", "fp8", "DUMMY", "", ""]
     assert text_of(MagicMock(), "a") == ""
     assert field_of(SimpleNamespace(a=1), "a") == 1
     assert field_of(SimpleNamespace(), "a") is field_of(None, "a") is field_of(MagicMock(), "a")
