@@ -319,15 +319,13 @@ class GroupedEngine(Pair):
 
 def layout_of(*groups: Any, **fields: Any) -> Any:
     """Return what an engine with layer groups says of its cache."""
-    plain = {"tokens_per_block": BLOCK, "dtype": torch.uint8}
-    return SimpleNamespace(groups=groups, **plain | fields)
+    fields = {"tokens_per_block": BLOCK, "dtype": torch.uint8, **fields}
+    return SimpleNamespace(groups=groups, **fields)
 
 
 def group_of(index: int, layers: Sequence[int], *regions: Any, **fields: Any) -> Any:
-    plain = {"window_size": None, "replicated_regions": ()}
-    return SimpleNamespace(
-        layer_group_id=index, layer_ids=layers, regions=regions, **plain | fields
-    )
+    fields = {"window_size": None, "replicated_regions": (), **fields}
+    return SimpleNamespace(layer_group_id=index, layer_ids=layers, regions=regions, **fields)
 
 
 def region_of(pages: torch.Tensor, layers: Sequence[int], roles: str = "key value") -> Any:

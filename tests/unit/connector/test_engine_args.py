@@ -201,13 +201,13 @@ def test_what_leaves_keys_and_values_alone_does_not_part_engines():
 
 
 def test_a_text_and_an_enumeration_of_one_name_are_one():
-    load_format = enum.Enum("LoadFormat", "AUTO DUMMY")
-    quantization = enum.Enum("QuantAlgo", {"FP8": "FP8"}, type=str)
-    text = args_for(load_format="auto", quant_config=SimpleNamespace(quant_algo="FP8"))
-    enumerated = args_for(
-        load_format=load_format.AUTO, quant_config=SimpleNamespace(quant_algo=quantization.FP8)
+    load_format = enum.Enum("LoadFormat", "AUTO DUMMY").AUTO
+    quant_algo = enum.Enum("QuantAlgo", {"FP8": "FP8"}, type=str).FP8
+    text, enumerated = (
+        names(args_for(load_format=one, quant_config=SimpleNamespace(quant_algo=other)))
+        for one, other in (("auto", "FP8"), (load_format, quant_algo))
     )
-    assert names(text) == names(enumerated)
+    assert text == enumerated
 
 
 def test_adapters_that_replace_embeddings_are_known_by_their_bytes(tmp_path, monkeypatch):

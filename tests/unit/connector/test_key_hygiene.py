@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -101,10 +102,7 @@ def make_engine(named: Named, root: Path) -> SharedState:
             use_kv_cache_manager_v2=named.layout != "flat",
         ),
     )
-    link: Any = SimpleNamespace(
-        process_name="engine", register=lambda _: None, unregister=lambda _: None
-    )
-    return SharedState(read_args(llm_args), load_config(environ={}), link)
+    return SharedState(read_args(llm_args), load_config(environ={}), Mock(process_name="engine"))
 
 
 def make_request(named: Named, root: Path) -> Any:

@@ -88,9 +88,7 @@ def lose_locks(arena: Arena) -> None:
 
 on_a_device = pytest.mark.parametrize("make_pair", ["device"], indirect=True)
 
-each_fault = pytest.mark.parametrize(
-    "fault", [break_lease, change_generation, mark_gone, lose_locks]
-)
+by_fault = pytest.mark.parametrize("fault", [break_lease, change_generation, mark_gone, lose_locks])
 
 
 def lose(arena: Arena, fault: Fault) -> None:
@@ -132,7 +130,7 @@ def loading(warm: Pair) -> Pair:
 
 
 @pytest.mark.parametrize("computed", [0, HIT - 1], ids=["of all", "over a part"])
-@each_fault
+@by_fault
 def test_a_load_whose_lease_is_lost_during_its_copies_stops_the_engine(warm, fault, computed):
     load(warm, [*PROMPT, *range(20)], computed=computed)
     before = warm.totals["stored_blocks"]
@@ -149,7 +147,7 @@ def test_a_load_whose_lease_is_lost_during_its_copies_stops_the_engine(warm, fau
         assert warm.totals["dropped_blocks"] == warm.totals["dropped_blocks_void"] == 5
 
 
-@each_fault
+@by_fault
 def test_a_load_whose_lease_was_lost_before_it_stops_the_engine(warm, fault):
     request = load(warm)
     lose(warm.arena, fault)

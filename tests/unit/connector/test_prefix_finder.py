@@ -120,9 +120,7 @@ def test_nobody_is_asked_before_the_shard_says_that_there_are_others(server, mak
 
 
 @pytest.mark.parametrize("block_reuse", [True, False])
-def test_an_engine_that_waits_or_loads_nothing_asks_nothing(
-    server, make_pair, monkeypatch, block_reuse
-):
+def test_who_waits_for_or_loads_nothing_asks_nothing(server, make_pair, monkeypatch, block_reuse):
     monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0" if block_reuse else "5")
     pair = make_pair(args_for(cache={"enable_block_reuse": block_reuse}))
     wait_for(lambda: pair.engine._registration.has_peers, "hearing of other nodes")

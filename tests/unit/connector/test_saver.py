@@ -325,9 +325,7 @@ def test_blocks_whose_copy_fails_on_the_device_are_counted(saver, monkeypatch):
 
 
 @pytest.mark.parametrize("is_host", [True, False])
-def test_a_commit_that_finds_the_arena_locked_is_done_later(
-    link, saver, child_in, monkeypatch, is_host
-):
+def test_a_commit_into_a_locked_arena_is_done_later(link, saver, child_in, monkeypatch, is_host):
     monkeypatch.setattr(saver_module, "_LOCK_WAIT_S", 0.02)
     other, keys = child_in(link.directory), keys_of(91, 3)
     gate = Gate(monkeypatch, Arena, "write_slots")

@@ -146,9 +146,7 @@ PAGES = st.tuples(IDS.map(PageIds.of)) | st.tuples(st.binary(max_size=9).map(Pag
     saved=PAGES,
     released=NUMBERS,
 )
-def test_metadata_writes_to_no_page_that_it_does_not_name(
-    warm, fields, lease, depth, keys, saved, released
-):
+def test_metadata_writes_to_named_pages_only(warm, fields, lease, depth, keys, saved, released):
     """It comes from the engine's own leader: this is about versions that differ, and defects."""
     request = Request(next(FUZZED), PROMPT)
     assert warm.query(request) == HIT

@@ -46,7 +46,7 @@ def save(state: RequestState, computed: int) -> range:
     saved=st.integers(0, 3),
     media_at=st.none() | st.integers(0, 39),
 )
-def test_saves_cover_every_full_block_once_and_none_too_early(
+def test_saves_cover_all_full_blocks_once_and_none_early(
     prompt, chunks, generated, saved, media_at
 ):
     media = () if media_at is None else (MediaItem(position=media_at, digest=b"d"),)

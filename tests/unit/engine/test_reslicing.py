@@ -57,9 +57,7 @@ def share(heads: Any, rank: int, size: int) -> Any:
     sizes=st.permutations(SIZES).map(lambda drawn: drawn[:2]),
     seed=st.integers(0, 2**16),
 )
-def test_all_pieces_are_what_the_rank_would_have_computed(
-    num_layers, head_bytes, num_heads, sizes, seed
-):
+def test_pieces_are_what_the_rank_would_have_made(num_layers, head_bytes, num_heads, sizes, seed):
     random, (stored_by, size) = np.random.default_rng(seed), sizes
     whole = [
         random.integers(0, 256, (2, 2 * layers, num_heads, head_bytes), dtype=np.uint8)

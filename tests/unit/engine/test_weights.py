@@ -64,16 +64,14 @@ def test_an_engine_begins_with_the_version_of_its_setting(stored, make_engine, m
         assert make_engine(weights_may_change=True).serve(PROMPT) == hit
 
 
-def run(
-    engine: Apart, number: int, start: int, end: int, blocks: list[int] | None = None
-) -> list[int]:
+def run(engine: Apart, start: int, end: int, blocks: list[int] | None = None) -> list[int]:
     """Run a request's first pass, or another one if its `blocks` are given; return these."""
     is_new = blocks is None
     if is_new:
-        assert engine.ask(number, PROMPT) == 0
+        assert engine.ask(1, PROMPT) == 0
         blocks = engine.new_blocks(PROMPT)
     report = PassReport(
-        request_id=number,
+        request_id=1,
         new_tokens=list(PROMPT) if is_new else [],
         new_block_ids=blocks if is_new else [],
         computed_position=start,
@@ -84,16 +82,16 @@ def run(
     engine.compute(PROMPT[:end], blocks)
     engine.rank.end(None)
     if end == len(PROMPT):
-        engine.leader.finish(number)
+        engine.leader.finish(1)
     return blocks
 
 
 @pytest.mark.parametrize("versions", [["2"], [None], [None, ""], ["2", ""], [""]])
 def test_nothing_more_is_stored_of_a_request_in_flight(engine, make_engine, versions):
-    blocks = run(engine, 1, 0, 16)
+    blocks = run(engine, 0, 16)
     for version in versions:
         name(engine, version)
-    run(engine, 1, 16, len(PROMPT), blocks)
+    run(engine, 16, len(PROMPT), blocks)
     is_as_before = versions == [""]
     assert stored_of(engine) == (len(PROMPT) if is_as_before else 16) // BLOCK
     name(engine, "")

@@ -156,7 +156,7 @@ def entry(checkpoint: Path, cache: Path) -> Path:
     return found
 
 
-def test_known_checkpoints_are_not_read_and_their_file_is_private(
+def test_known_checkpoints_stay_unread_and_their_file_private(
     checkpoint, cache, entry, monkeypatch
 ):
     sizes = read_sizes(monkeypatch)
@@ -198,9 +198,7 @@ def test_damaged_caches_are_written_again(checkpoint, cache, entry, content):
     assert entry.read_bytes() == valid
 
 
-def test_made_up_digests_are_misses_and_changed_files_are_read(
-    checkpoint, cache, entry, monkeypatch
-):
+def test_made_up_digests_miss_and_changed_files_are_read(checkpoint, cache, entry, monkeypatch):
     kept = json.loads(entry.read_text())
     for made_up in ("short", 7, None, "ab" * 32):
         made = {"sha256": dict.fromkeys(kept["sha256"], made_up)}
@@ -256,9 +254,7 @@ def test_blobs_named_by_digest_stay_unread(snapshot, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("keeps_times", [False, True])
-def test_blobs_edited_in_place_are_read_in_every_revision(
-    checkpoint, snapshot, tmp_path, keeps_times
-):
+def test_blobs_edited_in_place_are_read_everywhere(checkpoint, snapshot, tmp_path, keeps_times):
     weights = snapshot / "model.safetensors"
     if keeps_times:
         change_byte(weights, 1000)

@@ -268,9 +268,7 @@ def gathering(*, load: int, save: int, by_kernel: Mock) -> CudaDevice:
     ],
     ids=["small", "larger", "not registered", "a limit of saves", "no whole words"],
 )
-def test_small_pieces_are_for_the_kernel(
-    driver, copies, load, save, lacking, is_registered, expected
-):
+def test_small_pieces_go_by_kernel(driver, copies, load, save, lacking, is_registered, expected):
     pieces = copies[2]._replace(sizes=copies[2].sizes - np.uint64(lacking))
     device = gathering(load=load, save=save, by_kernel=Mock())
     assert copy(device, pieces, is_registered=is_registered) == expected
