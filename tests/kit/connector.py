@@ -45,7 +45,6 @@ def args_for(**changes: Any) -> SimpleNamespace:
 
 
 def parallel(rank: int) -> SimpleNamespace:
-    """Return an engine's parallel_config in the process of one rank."""
     return SimpleNamespace(to_mapping=lambda: SimpleNamespace(rank=rank))
 
 

@@ -26,7 +26,6 @@ PATIENT_S = 5.0
 
 @contextlib.contextmanager
 def open_arena(*, capacity: int, slab: int, slot_min: int = 4096) -> Iterator[Arena]:
-    """Give a real arena that this process has joined."""
     directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
     spec = ArenaSpec(
         cluster_name="test", capacity=capacity, slab=slab, slot_min=slot_min, holders_max=8
@@ -174,8 +173,6 @@ class SimulatedDevice(HostDevice):
 
 
 class SimulatedStream:
-    """Kernels, pieces of copies and events, in order."""
-
     def __init__(self) -> None:
         self.queue: deque[Callable[[], Any] | SimulatedEvent] = deque()
 

@@ -35,7 +35,6 @@ def running_shard(environment: dict[str, str]) -> Iterator[Shard]:
 
 @pytest.fixture
 def shard(running_shard: Shard) -> Shard:
-    """A shard whose arena is empty."""
     running_shard.clear(10)
     return running_shard
 
@@ -60,7 +59,6 @@ def running_nodes() -> Iterator[TwoNodes]:
 
 @pytest.fixture
 def nodes(running_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> TwoNodes:
-    """Nodes whose arenas are empty."""
     monkeypatch.setattr(link_module, "_REPORT_S", 0.02)
     monkeypatch.setattr(Breaker, "state", lambda *_: "closed")
     monkeypatch.setattr(prefix_finder, "_ABSENT_S", 0.0)
@@ -97,7 +95,6 @@ def pair(make_pair: MakePair) -> Pair:
 
 @pytest.fixture
 def warm(make_pair: MakePair) -> Pair:
-    """A pair whose tier has PROMPT."""
     pair = make_pair()
     pair.store(PROMPT)
     return pair

@@ -89,7 +89,6 @@ def test_a_request_without_keys_is_known_as_such(shard, pair):
 
 @pytest.fixture
 def before(running_shard: Shard) -> int:
-    """How many prompts the shard has sampled."""
     return running_shard.requests.sizing_plan().window.trace.num_requests
 
 
@@ -126,7 +125,6 @@ SHORTER = list(range(100, 132))
 
 
 def serve_with(pair: Pair, request: Request, priorities: Any) -> None:
-    """Serve a request whose blocks are to be kept so long."""
     matched = pair.query(request)
     left = len(request.tokens) - matched
     tokens, pages = list(request.tokens), list(request.block_ids)

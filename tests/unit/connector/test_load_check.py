@@ -123,7 +123,6 @@ def load(pair: Pair, tokens: list[int] = PROMPT, computed: int = 0) -> Request:
 
 @pytest.fixture
 def loading(warm: Pair) -> Pair:
-    """One whose pass has begun to load."""
     load(warm)
     warm.worker.start_load_kv(None)
     return warm

@@ -64,12 +64,10 @@ def args(tmp_path: Path) -> SimpleNamespace:
 
 @pytest.fixture
 def pair(make_pair: MakePair, args: SimpleNamespace, reading: SlowReading) -> Pair:
-    """An engine whose checkpoint is still being read."""
     return make_pair(args)
 
 
 def let_go(reading: SlowReading, pair: Pair) -> None:
-    """Have the reading end, and the engine know the name."""
     reading.may_end.set()
     wait_for(lambda: bool(pair.worker._rank.shared.model_name.name), "reading the checkpoint")
 

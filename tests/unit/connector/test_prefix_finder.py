@@ -25,13 +25,11 @@ def hear_of_peers(pair: Pair) -> Pair:
 
 @pytest.fixture
 def pair(server: StageServer, make_pair: MakePair) -> Pair:
-    """A pair that has heard of other nodes."""
     return hear_of_peers(make_pair())
 
 
 @pytest.fixture
 def begun(server: StageServer, make_pair: MakePair) -> Pair:
-    """One that has stored three blocks of the prompt before."""
     pair = make_pair()
     pair.store(PROMPT[: 3 * BLOCK])
     return hear_of_peers(pair)

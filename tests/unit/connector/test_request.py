@@ -265,8 +265,6 @@ class Name(str, enum.Enum):
 
 
 class Number(enum.IntEnum):
-    """A number with a name."""
-
     DUMMY = 1
 
 
@@ -279,8 +277,6 @@ class Model(pydantic.BaseModel):
 
 @dataclass
 class Record:
-    """As some of its settings were."""
-
     name: Name
     sizes: tuple[int, ...] = ()
 

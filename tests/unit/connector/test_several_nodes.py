@@ -33,7 +33,6 @@ def make_replica(nodes: TwoNodes) -> Iterator[MakeReplica]:
 
 @pytest.fixture
 def stored(make_replica: MakeReplica) -> SpreadReplica:
-    """An engine that has stored the prompt on both nodes."""
     one = make_replica()
     one.serve(Request(1, PROMPT))
     one.flush()

@@ -16,7 +16,6 @@ MakeEngine = Callable[..., Apart]
 
 @pytest.fixture
 def make_engine(shard: Shard) -> Iterator[MakeEngine]:
-    """Make engines that end with the test."""
     made: list[Apart] = []
 
     def make(**changes: object) -> Apart:
@@ -35,7 +34,6 @@ def engine(make_engine: MakeEngine) -> Apart:
 
 @pytest.fixture
 def stored(make_engine: MakeEngine) -> Apart:
-    """An engine that has stored PROMPT."""
     engine = make_engine()
     engine.serve(PROMPT)
     return engine

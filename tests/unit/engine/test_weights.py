@@ -139,7 +139,6 @@ def test_a_rank_that_has_not_heard_yet_loads_and_stores_as_the_leader_says(engin
 
 @pytest.fixture
 def told(make_engine: MakeEngine, shard: Shard, monkeypatch: pytest.MonkeyPatch) -> Apart:
-    """An engine that its shard hears of often."""
     monkeypatch.setattr(link_module, "_REPORT_S", 0.01)
     return make_engine()
 

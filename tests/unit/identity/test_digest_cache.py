@@ -150,7 +150,6 @@ def test_a_cache_without_locks_is_used(checkpoint, cache, monkeypatch):
 
 @pytest.fixture
 def entry(checkpoint: Path, cache: Path) -> Path:
-    """The entry of the checkpoint, which is known."""
     of(checkpoint, cache)
     (found,) = cache.glob("*.json")
     return found
