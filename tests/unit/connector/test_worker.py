@@ -111,12 +111,6 @@ def test_a_pass_that_did_not_wait_for_its_layers_fails(warm):
         warm.worker.get_finished([], [])  # where every runtime ends the engine
 
 
-def test_a_pass_that_was_dropped_is_fenced_off_from_the_next(warm):
-    dropped, request = Request(2, PROMPT), Request(3, PROMPT)
-    warm.begin(dropped)
-    assert warm.serve(request) == HIT
-
-
 def test_the_engine_keeps_no_blocks_for_a_save_and_hears_of_each_id_once(warm):
     reads = warm.engine.pending_reads
     reads.begin(7)

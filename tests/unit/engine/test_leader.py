@@ -39,28 +39,6 @@ def holding(stored: Apart, make_engine: MakeEngine) -> Apart:
     return make_engine(holds_loads=True, takes_offers_later=True)
 
 
-def test_an_offer_that_was_not_taken_is_renewed_as_far_as_its_blocks_are_valid(holding):
-    leader, totals = holding.leader, holding.totals
-    assert holding.ask(7, PROMPT) == HIT
-    holding.plan()  # passes may go by until it is taken
-    assert leader.offer_again(7, BLOCK, end=5) == 4 * BLOCK
-    assert leader.states[7].num_saved == 5
-    leader.count(7)
-    assert (totals["local_tokens"], totals["hit_tokens"]) == (BLOCK, 4 * BLOCK)
-    assert totals["miss_tokens_corrupt"] == HIT - 5 * BLOCK
-    assert leader.offer_again(7, HIT, end=5) == 0
-    leader.decline(7)
-    assert leader.offer_again(7, 0, end=5) == 0
-
-
-def test_what_is_declined_was_missed_for_the_reason_that_is_given(holding):
-    assert holding.ask(7, PROMPT) == HIT
-    holding.leader.decline(7, "too_slow")
-    holding.leader.count(7)
-    assert holding.totals["miss_tokens_too_slow"] == HIT
-    assert holding.leased == 0
-
-
 def test_a_request_that_reads_no_cache_is_promised_nothing_and_saved(holding):
     tokens = [*PROMPT[:-1], 5, 6]
     asked = Prompt(7, tokens, len(tokens), 0, Identity(), is_unread=True)
