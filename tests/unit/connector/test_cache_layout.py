@@ -69,13 +69,6 @@ def test_a_pool_of_another_shape_is_refused_with_it(tensor):
         layout_of_tensor(tensor)
 
 
-def test_regions_are_views_on_the_engines_memory():
-    layout = read_layout(layout_of(group_of(0, [0], region(8, [0], at=16, stride=24))))
-    pages = layout.groups[0].own[0].pages
-    assert pages.shape == (4, 8)
-    assert (pages[2] == MEMORY[16 + 48 : 16 + 56]).all()
-
-
 def test_groups_with_windows_and_shared_regions_become_parts_of_each_rank():
     layout = read_layout(
         layout_of(
