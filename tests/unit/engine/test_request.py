@@ -8,7 +8,6 @@ from kvray.engine.request import RequestState, UnwrittenTokens
 from kvray.errors import LayoutMismatch
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import MediaItem, chain_keys
-from kvray.trace.reasons import DropReason
 
 BLOCK = 4
 PROMPT = list(range(100, 118))
@@ -120,13 +119,6 @@ def test_two_chains_part_where_their_seeds_or_media_do():
     assert state.unlike_at(SEED, [one]) == 9
     assert state.unlike_at(SEED, [MediaItem(position=5, digest=b"e"), two]) == 5
     assert state.unlike_at(b"t" * 32, [one, two]) == 0
-
-
-def test_what_is_not_all_in_its_keys_is_not_saved():
-    state = reported(list(range(20)), [list(range(5))])
-    state.unsaved = DropReason.NOT_SHOWN
-    assert state.savable(20) == 0
-    assert state.num_full == 5, "which are counted as lost"
 
 
 def test_blocks_whose_pages_may_have_changed_are_neither_saved_nor_lost():

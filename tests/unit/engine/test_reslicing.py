@@ -9,37 +9,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.engine.cache_layout import (
-    CacheLayout,
-    Group,
-    LayerRange,
-    Region,
-    layout_among,
-    readable_sizes,
-    resliced_parts,
-)
+from kvray.engine.cache_layout import CacheLayout, Group, Region, readable_sizes, resliced_parts
+from tests.kit.devices import even_steps
 
 SIZES = [1, 2, 4, 8]
 
 
-def layout_of(memory: list[Any], *, dtype: str = "float16", **group: Any) -> CacheLayout:
+def layout_of(memory: list[Any], **group: Any) -> CacheLayout:
     """Return the layout of regions u8 [num_pages, planes, bytes], one layer every two planes."""
     regions = []
     for array in memory:
         num_pages, planes, plane = array.shape
-        steps = tuple(
-            LayerRange((layer,), 2 * layer * plane, 2 * (layer + 1) * plane)
-            for layer in range(planes // 2)
-        )
         pages = torch.from_numpy(array.reshape(num_pages, -1))
+        steps = even_steps(planes // 2, 2 * plane)
         regions.append(Region(pages=pages, steps=steps, num_planes=planes))
     fields = {"window": None, "own": tuple(regions), **group}
+    groups = (Group(layers=(0,), **fields),)
     return CacheLayout(
-        groups=(Group(layers=(0,), **fields),),
-        dtype=dtype,
-        kv_factor=2,
-        tokens_per_block=4,
-        is_flat=True,
+        groups=groups, dtype="float16", kv_factor=2, tokens_per_block=4, is_flat=True
     )
 
 
@@ -85,15 +72,6 @@ def test_pieces_are_what_the_rank_would_have_made(num_layers, head_bytes, num_he
             assert not found[0].any()
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("other", SIZES)
-def test_the_layout_of_another_size_is_described_as_its_engine_does(size, other):
-    heads = np.zeros((3, 6, 8, 16), dtype=np.uint8)
-    mine, theirs = (layout_of([share(heads, 0, ranks)]) for ranks in (size, other))
-    assert layout_among(mine, size, other).describe() == theirs.describe()
-    assert layout_among(mine, size, other).num_parts(other) == theirs.num_parts(other)
-
-
 def test_a_piece_tells_which_layer_reads_it():
     layout = layout_of([np.zeros((1, 6, 32), dtype=np.uint8)])
     (part,) = resliced_parts(layout, 0, 2, 1, 4)
@@ -122,15 +100,9 @@ def test_sizes_that_deal_heads_evenly(size, num_heads, found):
     assert readable_sizes(layout, size, num_heads) == found
 
 
-def test_what_is_not_known_to_be_heads_alone_is_not_cut():
+def test_what_all_ranks_have_alike_is_not_cut():
+    """Nor are other kinds: see `UNCUT` in tests/trtllm/test_ranks.py."""
     memory = [np.zeros((1, 4, 48), dtype=np.uint8)]
-    region = layout_of(memory).groups[0].own[0]
-    mixed = Region(pages=region.pages, steps=region.steps)
-    for layout in (
-        layout_of(memory, window=16),
-        layout_of(memory, own=(region, mixed)),
-        layout_of(memory, shared=(region,)),
-        layout_of(memory, dtype="float8_e4m3fn"),
-        layout_of(memory, own=(), shared=(region,)),
-    ):
-        assert readable_sizes(layout, 2, 8) == ()
+    (region,) = layout_of(memory).groups[0].own
+    for own in ((region,), ()):
+        assert readable_sizes(layout_of(memory, own=own, shared=(region,)), 2, 8) == ()
