@@ -48,7 +48,7 @@ def asked(shard: Shard, pair: Pair, request_id: int) -> Asked:
     return find()[0]
 
 
-def test_a_miss_and_a_hit_are_known_with_their_blocks(shard, pair):
+def test_outcomes_are_known_and_where_missed_blocks_are_and_when_they_left(shard, pair):
     prompt = new_prompt()
     pair.serve(Request(9001, prompt))
     pair.flush()
@@ -56,7 +56,12 @@ def test_a_miss_and_a_hit_are_known_with_their_blocks(shard, pair):
     assert (missed.first, missed.end, missed.wanted) == (0, 0, NUM_WANTED)
     assert (missed.reason, missed.num_tokens, missed.tokens_per_block) == ("not_stored", 40, BLOCK)
     assert len(missed.keys) == NUM_WANTED
-    pair.query(Request(9002, prompt), BLOCK)
+    keys = b"".join(missed.keys)
+    here = shard.requests.whereabouts(None, keys)
+    assert here.host.tolist() == here.either.tolist() == [1] * NUM_WANTED
+    assert not here.left_at.any()
+
+    assert pair.serve(Request(9002, prompt), BLOCK) == NUM_WANTED * BLOCK - BLOCK
     found = asked(shard, pair, 9002)
     assert (found.note.first, found.note.end, found.note.reason) == (1, NUM_WANTED, "none")
     assert found.note.keys == ()
@@ -64,16 +69,6 @@ def test_a_miss_and_a_hit_are_known_with_their_blocks(shard, pair):
     assert found.namespace is not None
     assert found.namespace.tokens_per_block == BLOCK
 
-
-def test_of_what_was_missed_it_is_known_where_it_is_and_when_it_left(shard, pair):
-    prompt = new_prompt()
-    pair.serve(Request(9011, prompt))
-    pair.flush()
-    missed = asked(shard, pair, 9011).note
-    keys = b"".join(missed.keys)
-    here = shard.requests.whereabouts(None, keys)
-    assert here.host.tolist() == here.either.tolist() == [1] * NUM_WANTED
-    assert not here.left_at.any()
     shard.clear(10)
     gone = shard.requests.whereabouts(None, keys)
     assert not gone.either.any()
@@ -81,10 +76,8 @@ def test_of_what_was_missed_it_is_known_where_it_is_and_when_it_left(shard, pair
     assert set(gone.left_by.tolist()) == {CLEARED}
     assert not shard.requests.whereabouts(missed.at, keys).left_at.any()
 
-
-def test_a_request_without_keys_is_known_as_such(shard, pair):
-    pair.query(Request(9021, new_prompt(), lora_task_id=7))
-    assert asked(shard, pair, 9021).note.reason == "bypassed"
+    pair.query(Request(9003, prompt, lora_task_id=7))
+    assert asked(shard, pair, 9003).note.reason == "bypassed"
 
 
 @pytest.fixture

@@ -242,3 +242,15 @@ def test_layers_wait_for_their_own_bytes_and_not_for_later_ones(arena, slots):
     assert (engine.region.pages[:2, LAYER_BYTES:] == 0xFF).all()
     engine.device.drain()
     engine.pool.mark(engine.stream)
+
+
+def test_a_load_of_a_failed_pass_does_not_land_in_the_next(arena, slots):
+    engine = Engine(arena, slots, Random(0), has_hooks=True)
+    engine.load({0: 0})
+    with pytest.raises(LayoutMismatch, match=r"3 layers, 0 the first.*torch\.compile"):
+        engine.pool.mark(engine.stream)
+    engine.device.launch(engine.stream, lambda: engine.region.pages.fill_(7))
+    while engine.stream.can_step():
+        engine.stream.step()
+    engine.device.drain()
+    assert (engine.region.pages == 7).all()
