@@ -57,9 +57,7 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowReading]:
 
 @pytest.fixture
 def args(tmp_path: Path) -> SimpleNamespace:
-    found = args_for()
-    found.model = str(write_tiny_checkpoint(tmp_path / "model", seed=1))
-    return found
+    return args_for(model=str(write_tiny_checkpoint(tmp_path / "model", seed=1)))
 
 
 @pytest.fixture

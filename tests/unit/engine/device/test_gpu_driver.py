@@ -163,12 +163,6 @@ def test_a_long_batch_is_told_in_growing_calls_so_that_the_device_begins_early(d
     assert [call[1] for call in driver.calls if call[0] == "batch"] == [16, 32, 64, 128, 60]
 
 
-def test_errors_have_the_names_that_the_driver_gives_them(driver):
-    opened = CudaDriver(0)
-    assert opened.name_of(INVALID_VALUE) == "invalid argument"
-    assert opened.name_of(999) == "CUDA error 999"
-
-
 # -- the device over it -------------------------------------------------------------------------
 
 
@@ -205,9 +199,12 @@ def test_refused_batches_are_made_one_by_one_from_then_on_and_said_once(driver, 
     assert "invalid argument" in caplog.text
 
 
-def test_a_copy_that_cannot_be_made_is_an_error_with_its_cause(driver, copies):
-    driver.batch_error = driver.single_error = INVALID_VALUE
-    with pytest.raises(TierError, match=r"cuda:0 refuses a copy.*invalid argument"):
+@pytest.mark.parametrize(
+    ("error", "cause"), [(INVALID_VALUE, "invalid argument"), (999, "CUDA error 999")]
+)
+def test_a_copy_that_cannot_be_made_is_an_error_with_its_cause(driver, copies, error, cause):
+    driver.batch_error = driver.single_error = error
+    with pytest.raises(TierError, match=rf"cuda:0 refuses a copy.*{cause}"):
         copy(cuda(), copies[2])
 
 
