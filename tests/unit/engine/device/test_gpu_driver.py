@@ -246,7 +246,7 @@ def test_refused_memory_leaves_the_engine_s_thread_no_error(driver, monkeypatch,
 # -- the kernel for small pieces ------------------------------------------------------------------
 
 
-def gathering(*, load: int, save: int, by_kernel: Mock) -> CudaDevice:
+def gathering(*, load: int, save: int, by_kernel: Mock) -> Any:
     """Return a device for which a kernel was found to be faster."""
     device: Any = cuda()
     device._measure, device._copy_by_kernel = lambda: Below(load, save), by_kernel
