@@ -8,7 +8,7 @@ import pytest
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.errors import LayoutMismatch, LeaseExpired, ShardUnavailable
 from kvray.store import Arena
-from tests.kit.connector import BLOCK, HIT, PROMPT, Request, args_for, flip_a_byte
+from tests.kit.connector import BLOCK, HIT, PROMPT, Request, args_for
 
 
 @pytest.mark.parametrize("comes_later", [False, True])
@@ -67,15 +67,6 @@ def test_cancelled_requests_are_forgotten_oldest_first(make_pair, monkeypatch):
         pair.query(Request(request_id, PROMPT[:5]))
         pair.plan(living)
     assert list(pair.scheduler._leader.states) == [7, 8, 1]
-
-
-def test_a_corrupt_block_shortens_the_promise_and_is_saved_again(warm):
-    before = warm.arena.stats()["corrupt"]
-    flip_a_byte(warm.arena, depth=4)
-    assert warm.serve(Request(2, PROMPT)) == 4 * BLOCK
-    warm.flush()
-    assert warm.arena.stats()["corrupt"] == before + 1
-    assert warm.serve(Request(3, PROMPT)) == HIT
 
 
 @pytest.mark.parametrize("error", [ShardUnavailable("It is gone."), ZeroDivisionError("a bug")])
