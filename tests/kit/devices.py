@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,22 +20,14 @@ from kvray.store.arena.payload import offsets
 from kvray.store.arena.tables import Array
 from tests.unit.store.small_arena import chain
 
-PATIENT_S = 5.0
-
 
 @contextlib.contextmanager
-def open_arena(*, capacity: int, slab: int, slot_min: int = 4096) -> Iterator[Arena]:
-    directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
-    spec = ArenaSpec(
-        cluster_name="test", capacity=capacity, slab=slab, slot_min=slot_min, holders_max=8
-    )
-    arena = Arena.create(directory, spec, lock_wait_s=PATIENT_S)
-    try:
-        arena.join("test")
-        yield arena
-    finally:
-        arena.close()
-        shutil.rmtree(directory)
+def open_arena(*, capacity: int, slab: int) -> Iterator[Arena]:
+    spec = ArenaSpec(cluster_name="t", capacity=capacity, slab=slab, slot_min=4096, holders_max=8)
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvray-test-") as directory:
+        with contextlib.closing(Arena.create(Path(directory), spec, lock_wait_s=5.0)) as arena:
+            arena.join("test")
+            yield arena
 
 
 def reserve(arena: Arena, count: int, block_bytes: int, *, seed: str = "", part: int = 0) -> Array:
@@ -71,16 +62,11 @@ def part_of(*regions: Region, index: int = 0) -> Part:
 
 
 def region(
-    num_pages: int,
-    steps: tuple[LayerRange, ...],
-    *,
-    gap: int = 0,
-    device: str = "cpu",
-    fill: int = 0xFF,
+    num_pages: int, steps: tuple[LayerRange, ...], *, gap: int = 0, device: str = "cpu"
 ) -> Region:
-    """Return pages with `gap` bytes between rows; every byte is `fill`, which is NaN in floats."""
+    """Return pages with `gap` bytes between rows; every byte is 0xFF, which is NaN in floats."""
     size = steps[-1].stop
-    memory = torch.full((num_pages, size + gap), fill, dtype=torch.uint8, device=device)
+    memory = torch.full((num_pages, size + gap), 0xFF, dtype=torch.uint8, device=device)
     return Region(pages=memory[:, :size], steps=steps)
 
 
