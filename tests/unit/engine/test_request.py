@@ -130,8 +130,32 @@ def test_blocks_whose_pages_may_have_changed_are_neither_saved_nor_lost():
     assert state.num_full == state.num_saved
 
 
-# Notes of tokens that an engine's own prefix cache may have unwritten: what they are good for is
-# proved by tests/trtllm/test_pages_that_go.py.
+# Notes of tokens that an engine's own prefix cache may have unwritten, beside what
+# tests/trtllm/test_pages_that_go.py shows of them.
+
+
+@pytest.mark.parametrize("finds_parts", [True, False])
+def test_what_was_computed_behind_an_uncomputed_token_is_unsure_for_ever(finds_parts):
+    unwritten = UnwrittenTokens(4, finds_parts=finds_parts)
+    unwritten.begin(1, PROMPT, 4)
+    unwritten.confirm(1, 8)
+    longer = [*PROMPT, 1, 2, 3]
+    assert unwritten.begin(2, longer, 16)
+    for ended in (1, 2):
+        unwritten.confirm(ended, 100)
+        unwritten.end(ended)
+    assert not unwritten.begin(3, [*PROMPT, 4, 5], 16), "its tokens were computed later"
+    assert unwritten.begin(4, [*longer, 6, 7], 20)
+
+
+def test_a_copy_of_uncomputed_tokens_is_unsure_for_ever():
+    unwritten = UnwrittenTokens(4, finds_parts=True)
+    unwritten.begin(1, PROMPT, 4)
+    assert unwritten.begin(2, [*PROMPT[:14], 1, 2], 14)
+    unwritten.confirm(1, len(PROMPT))
+    unwritten.end(1)
+    assert unwritten.begin(3, [*PROMPT[:13], 3, 4], 13)
+    assert not unwritten.begin(4, [*PROMPT[:12], 5, 6], 12)
 
 
 @pytest.mark.parametrize("num_computed", [len(PROMPT), len(PROMPT) - 1])
