@@ -31,18 +31,14 @@ def request(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**fields, **changes})
 
 
-def feature(
-    name: str | None, *, offset: int = 1, length: int = 2, mask: list[bool] | None = None
-) -> SimpleNamespace:
-    is_embed = None if mask is None else torch.tensor(mask)
-    place = SimpleNamespace(offset=offset, length=length, is_embed=is_embed)
-    return SimpleNamespace(modality="image", identifier=name, mm_position=place)
+def feature(name: str | None, **place: Any) -> SimpleNamespace:
+    found = SimpleNamespace(**{"offset": 1, "length": 2, "is_embed": None, **place})
+    return SimpleNamespace(modality="image", identifier=name, mm_position=found)
 
 
 @pytest.fixture
 def reader() -> RequestReader:
-    args: Any = SimpleNamespace(adapters="")
-    return RequestReader(args)
+    return RequestReader(SimpleNamespace(adapters=""))  # type: ignore[arg-type]
 
 
 def read(reader: RequestReader, **changes: Any) -> Prompt:
@@ -82,8 +78,8 @@ def test_media_differ_by_name_place_length_and_mask(reader):
         feature("b"),
         feature("a", offset=2),
         feature("a", length=3),
-        feature("a", mask=[True, False]),
-        feature("a", mask=[False, True]),
+        feature("a", is_embed=torch.tensor([True, False])),
+        feature("a", is_embed=torch.tensor([False, True])),
     ]
     found = {read(reader, mm_features=[one]).identity.media for one in kinds}
     assert len(found) == len(kinds)
@@ -165,21 +161,23 @@ class SlidingWindowSpec(SimpleNamespace):
     """Of one that does not."""
 
 
-def cache_config(*, layers: int = 3, is_packed: bool = False, **spec: Any) -> SimpleNamespace:
+LAYERS = [f"model.layers.{layer}.attn" for layer in range(3)]
+SPEC = {"page_size_bytes": PAGE, "block_size": 4, "head_size_v": 8, "dtype": torch.float32}
+FULL = FullAttentionSpec(**SPEC)
+SLIDING = SlidingWindowSpec(**SPEC)
+
+
+def cache_config(spec: SimpleNamespace = FULL, *, is_packed: bool = False) -> SimpleNamespace:
     """Return a configuration whose blocks have their layers apart, or end to end."""
-    names = [f"model.layers.{layer}.attn" for layer in range(layers)]
-    fields = {"page_size_bytes": PAGE, "block_size": 4, "head_size_v": 8, "dtype": torch.float32}
     placed = SimpleNamespace(
-        size=layers * BLOCKS * PAGE,
-        layers=list(names),
+        size=len(LAYERS) * BLOCKS * PAGE,
+        layers=list(LAYERS),
         layer_stride=PAGE if is_packed else BLOCKS * PAGE,
-        block_stride=layers * PAGE if is_packed else PAGE,
+        block_stride=len(LAYERS) * PAGE if is_packed else PAGE,
         offset=0,
         host_resident=False,
     )
-    group = SimpleNamespace(
-        layer_names=names, kv_cache_spec=FullAttentionSpec(**{**fields, **spec})
-    )
+    group = SimpleNamespace(layer_names=LAYERS, kv_cache_spec=spec)
     return SimpleNamespace(num_blocks=BLOCKS, kv_cache_tensors=[placed], kv_cache_groups=[group])
 
 
@@ -200,6 +198,7 @@ def test_a_page_has_each_layer_s_bytes_of_its_block(is_packed):
     described = cache_config(is_packed=is_packed)
     tensors = caches(described)
     (group,) = read_layout(tensors, described).groups
+    tensors[LAYERS[1]][4] += 1  # it is the engine's own memory
     page = torch.cat([region.pages[4] for region in group.own])
     assert torch.equal(page, torch.cat([tensor[4] for tensor in tensors.values()]))
     assert len(group.own) == (1 if is_packed else 3)
@@ -215,79 +214,43 @@ def test_pages_whose_heads_lie_in_other_blocks_of_kernels_are_other_pages():
     assert layouts[0] == layouts[2] != layouts[1]
 
 
-def test_pages_are_the_engine_s_own_memory():
-    described = cache_config()
-    tensors = caches(described)
-    (group,) = read_layout(tensors, described).groups
-    group.own[1].pages[2] = 7
-    assert (tensors["model.layers.1.attn"][2] == 7).all()
-
-
 def test_a_latent_cache_is_the_same_on_all_ranks():
     for head_size_v, expected in ((0, (1, 1)), (8, (2, 4))):
-        described = cache_config(head_size_v=head_size_v)
+        described = cache_config(FullAttentionSpec(**SPEC | {"head_size_v": head_size_v}))
         layout = read_layout(caches(described), described)
         assert (layout.kv_factor, layout.num_parts(4)) == expected
 
 
-def test_several_groups_of_layers_are_refused():
-    described = cache_config()
-    described.kv_cache_groups *= 2
-    with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
-        read_layout(caches(cache_config()), described)
+def refused(tensors: dict[str, torch.Tensor], described: SimpleNamespace, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_layout(tensors, described)
 
 
-def test_a_layer_without_a_cache_is_refused():
+def test_layers_that_lie_elsewhere_have_no_cache_or_are_of_several_groups_are_refused():
     described = cache_config()
     tensors = caches(described)
-    del tensors["model.layers.2.attn"]
-    with pytest.raises(ConfigError, match=r"no KV cache for model\.layers\.2"):
-        read_layout(tensors, described)
+    refused(tensors | {LAYERS[1]: tensors[LAYERS[1]].clone()}, described, "lies elsewhere")
+    refused(dict(list(tensors.items())[:2]), described, r"no KV cache for model\.layers\.2")
     described.kv_cache_tensors[0].layers.pop()
-    with pytest.raises(ConfigError, match=r"no cache for 1 layers, model\.layers\.2"):
-        read_layout(tensors, described)
+    refused(tensors, described, r"no cache for 1 layers, model\.layers\.2")
+    described.kv_cache_groups *= 2
+    refused(tensors, described, "--disable-hybrid-kv-cache-manager")
 
 
-def test_a_layer_that_lies_elsewhere_is_refused():
-    described = cache_config()
-    tensors = caches(described)
-    tensors["model.layers.1.attn"] = tensors["model.layers.1.attn"].clone()
-    with pytest.raises(ConfigError, match="lies elsewhere"):
-        read_layout(tensors, described)
-
-
+@pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ({"page_size_bytes": 2 * PAGE}, "do not overlap"),  # as with BHLNC
-        ({"page_size_bytes": 2 * PAGE, "is_packed": True}, "do not overlap"),
-        ({"non_causal": True}, "both directions"),
+        (FullAttentionSpec(**SPEC | {"page_size_bytes": 2 * PAGE}), "do not overlap"),  # BHLNC
+        (FullAttentionSpec(**SPEC, non_causal=True), "both directions"),
+        (SimpleNamespace(**SPEC, kv_cache_specs={"one": FULL}), "whose layers are alike"),
+        (SLIDING, "SlidingWindowSpec"),
+        (SimpleNamespace(**SPEC, kv_cache_specs={"one": SLIDING}), "SlidingWindowSpec"),
     ],
 )
-def test_layers_that_overlap_or_are_read_in_both_directions_are_refused(spec, said):
-    described = cache_config(**spec)
-    with pytest.raises(ConfigError, match=said):
-        read_layout(caches(described), described)
-
-
-def test_layers_of_different_sizes_are_refused():
-    described = cache_config()
-    (group,) = described.kv_cache_groups
-    specs = dict.fromkeys(group.layer_names, group.kv_cache_spec)
-    group.kv_cache_spec = SimpleNamespace(kv_cache_specs=specs, page_size_bytes=3 * PAGE)
-    with pytest.raises(ConfigError, match="whose layers are alike"):
-        read_layout(caches(described), described)
-
-
-@pytest.mark.parametrize("is_alike", [False, True])
-def test_layers_whose_pages_go_while_a_request_runs_are_refused(is_alike):
-    described = cache_config()
-    spec = SlidingWindowSpec(**vars(described.kv_cache_groups[0].kv_cache_spec))
-    if is_alike:
-        spec = SimpleNamespace(kv_cache_specs={"one": spec})
-    described.kv_cache_groups[0].kv_cache_spec = spec
-    with pytest.raises(ConfigError, match="SlidingWindowSpec"):
-        read_layout(caches(described), described)
+def test_caches_whose_bytes_are_not_those_of_a_prefix_alone_are_refused(spec, said, is_packed):
+    described = cache_config(spec, is_packed=is_packed)
+    refused(caches(described), described, said)
 
 
 # Set-ups that would be served wrongly do not start.
@@ -309,11 +272,14 @@ def config(
     return SimpleNamespace(**{**fields, **more})
 
 
+CACHING = {"enable_prefix_caching": True}
+BY_PRIORITY = SimpleNamespace(policy="priority")
+NO_MEDIA_CACHE = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=0))
+
+
 def test_what_is_served_starts():
-    refuse_unsupported(config())
-    refuse_unsupported(config(cache={"cache_dtype": "fp8"}))
-    by_priority = SimpleNamespace(policy="priority")
-    refuse_unsupported(config(scheduler_config=by_priority, cache={"enable_prefix_caching": False}))
+    refuse_unsupported(config(cache={"cache_dtype": "fp8"}, scheduler_config=BY_PRIORITY))
+    refuse_unsupported(config(cache=CACHING, model_config=NO_MEDIA_CACHE))
 
 
 @pytest.mark.parametrize(
@@ -328,21 +294,8 @@ def test_what_is_served_starts():
         ({"cache": {"kv_sharing_fast_prefill": True}}, "switch it off"),
         ({"speculative_config": SimpleNamespace()}, "speculative decoding"),
         ({"model_config": SimpleNamespace(hf_overrides=lambda config: config)}, "a dictionary"),
-        (
-            {
-                "model_config": SimpleNamespace(
-                    multimodal_config=SimpleNamespace(mm_processor_cache_gb=0)
-                )
-            },
-            "one picture from another",
-        ),
-        (
-            {
-                "scheduler_config": SimpleNamespace(policy="priority"),
-                "cache": {"enable_prefix_caching": True},
-            },
-            "nobody computed",
-        ),
+        ({"model_config": NO_MEDIA_CACHE}, "one picture from another"),
+        ({"scheduler_config": BY_PRIORITY, "cache": CACHING}, "nobody computed"),
         ({"kv_transfer_config": SimpleNamespace(kv_role="kv_producer")}, "set it to kv_both"),
     ],
 )
