@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,32 +12,24 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from huggingface_hub import constants
 
-from kvray.config import KVRayConfig, load_config
+from kvray.config import KVRayConfig
 from kvray.engine.prefix_finder import PrefillRate
 from kvray.engine.shared_state import shared_state_for
 from kvray.errors import ConfigError
 from kvray.vllm.held import Hold, Holds
-from tests.kit.apart import ARGS, BLOCK, Apart
+from tests.kit.apart import BLOCK
 from tests.kit.connector import HIT, PROMPT
+from tests.unit.vllm.conftest import ROOM, MakeHalf
 from tests.unit.vllm.test_read import cache_config
 from tests.unit.vllm.test_read import request as request_of
 
 if TYPE_CHECKING:
     from kvray.vllm.scheduling import SchedulingHalf
 
-ROOM = 30
-VLLM = replace(ARGS, holds_loads=True, takes_offers_later=True)
-
 
 @pytest.fixture
-def half(stored: Apart, scheduling: Any) -> Iterator["SchedulingHalf"]:
-    """A scheduler's half beside an engine that has stored the prompt."""
-    from kvray.vllm.start import PoolMetadata
-
-    made = scheduling.SchedulingHalf(shared_state_for(object(), VLLM, load_config(None)))
-    made.lead({0: PoolMetadata(identity=stored.identity, hold_blocks=ROOM)})
-    yield made
-    made.close()
+def half(make_half: MakeHalf) -> "SchedulingHalf":
+    return make_half()
 
 
 @pytest.fixture
@@ -48,26 +40,17 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def asked(name: str) -> SimpleNamespace:
-    return request_of(request_id=name, prompt_token_ids=PROMPT, all_token_ids=PROMPT)
+def asked(name: str, tokens: list[int] = PROMPT, **changes: Any) -> SimpleNamespace:
+    return request_of(request_id=name, prompt_token_ids=tokens, all_token_ids=tokens, **changes)
 
 
-def new(name: str, computed: int, *, num_scheduled: int) -> SimpleNamespace:
-    """Return a pass that begins behind `computed` tokens of a request."""
-    data = SimpleNamespace(req_id=name, block_ids=(list(range(10)),), num_computed_tokens=computed)
+def nothing(**scheduled: Any) -> SimpleNamespace:
+    """Return a pass that has no request, but for what is `scheduled`."""
     cached = SimpleNamespace(
         req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
     )
-    return SimpleNamespace(
-        scheduled_new_reqs=[data],
-        scheduled_cached_reqs=cached,
-        num_scheduled_tokens={name: num_scheduled},
-    )
-
-
-def nothing() -> SimpleNamespace:
-    """Return a pass that has no request."""
-    return SimpleNamespace(**{**vars(new("nobody", 0, num_scheduled=0)), "scheduled_new_reqs": []})
+    fields = {"scheduled_new_reqs": [], "scheduled_cached_reqs": cached}
+    return SimpleNamespace(**{**fields, "num_scheduled_tokens": {}, **scheduled})
 
 
 def told(half: "SchedulingHalf") -> Hold:
@@ -96,24 +79,23 @@ def offered(
 def taken(half: "SchedulingHalf", request: SimpleNamespace, hit: int, at: int | None = None) -> Any:
     """Have vLLM take so many tokens; return the pass that computes the rest behind `at`."""
     half.allocated(request, hit)
-    computed = hit if at is None else at
-    return half.plan(new(request.request_id, computed, num_scheduled=len(PROMPT) - computed))
+    name, computed = request.request_id, hit if at is None else at
+    data = SimpleNamespace(req_id=name, block_ids=(list(range(10)),), num_computed_tokens=computed)
+    num_scheduled = {name: len(request.all_token_ids) - computed}
+    return half.plan(nothing(scheduled_new_reqs=[data], num_scheduled_tokens=num_scheduled))
 
 
 def totals(half: "SchedulingHalf") -> Counter[str]:
     return half._leader.shared.figures.totals
 
 
-def test_ranks_that_ray_has_placed_on_several_nodes_are_refused(half):
+def test_ranks_on_several_nodes_or_heard_through_another_connector_are_refused(half):
     from kvray.vllm.start import PoolMetadata
 
     identity = half._leader.shared.identity
     ranks = {n: PoolMetadata(identity=identity, hold_blocks=ROOM, host="ab"[n]) for n in (0, 1)}
     with pytest.raises(ConfigError, match=r"several nodes \(a, b\)"):
         half.lead(ranks)
-
-
-def test_beside_a_connector_whose_ranks_are_heard_in_their_place_vllm_does_not_start(half):
     with pytest.raises(ConfigError, match="MultiConnector"):
         half.lead({0: SimpleNamespace()})
 
@@ -250,11 +232,9 @@ def test_what_vllm_has_itself_by_then_is_passed_over(half):
 
 def test_nothing_is_offered_where_vllm_has_all_of_a_hold_by_now(half):
     request = asked("a")
-    assert half.match(request, BLOCK) is None
-    answer(half, told(half))
+    assert offered(half, request, BLOCK) == HIT - BLOCK
     assert half.match(request, HIT + BLOCK) == 0
-    half.allocated(request, 0)
-    assert half.plan(new("a", HIT + BLOCK, num_scheduled=1)).drops == (0,)
+    assert taken(half, request, 0, HIT + BLOCK).drops == (0,)
 
 
 def test_what_vllm_has_lost_of_its_own_before_a_hold_is_held_as_well(half):
@@ -306,8 +286,7 @@ def test_requests_that_come_at_once_wait_for_memory_while_computing_would_take_l
             if hit is not None:
                 hits.append(hit)
                 waiting.remove(request)
-                half.allocated(request, hit)
-                half.plan(new(request.request_id, hit, num_scheduled=len(PROMPT) - hit))
+                taken(half, request, hit)
         for hold in half.plan(nothing()).holds:
             answer(half, hold)
     assert hits == [HIT] * 8
@@ -340,29 +319,18 @@ def test_a_request_that_ends_while_it_waits_is_let_go(half, is_told):
     assert arena.stats()["leased_blocks"] == 0
 
 
-def test_no_blocks_are_kept_where_each_pass_waits_for_its_saves(half):
-    shared, request = half._leader.shared, asked("a")
-    shared.identity = replace(shared.identity, is_host=False)
-    shared.args = replace(shared.args, has_writes_aside=True)
-    request.all_token_ids = list(range(40))
-    assert half.match(request, 0) == 0
-    passed = taken(half, request, 0)
-    assert (len(passed.meta.saves), passed.names) == (1, {})
-    assert half.finish("a") == (False, 0)
-
-
-def test_blocks_on_a_device_are_kept_until_the_ranks_have_read_them(half):
+@pytest.mark.parametrize("waits", [False, True], ids=["later", "within each pass"])
+def test_blocks_on_a_device_are_kept_until_the_ranks_have_read_them(half, waits):
     shared = half._leader.shared
     shared.identity = replace(shared.identity, is_host=False)
-    names = []
-    for name, tokens in (("a", list(range(40))), ("b", list(range(3)))):
-        request = asked(name)
-        request.all_token_ids = tokens
+    shared.args = replace(shared.args, has_writes_aside=waits)
+    for name, num_tokens, num_saves in (("a", 40, 1), ("b", 3, 0)):  # not a block
+        request = asked(name, list(range(num_tokens)))
         assert half.match(request, 0) == 0
-        half.allocated(request, 0)
-        names.append(half.plan(new(name, 0, num_scheduled=len(tokens))).names)
-    assert names == [{0: "a"}, {}]  # nothing of the second fills a block
-    assert (half.finish("a"), half.finish("b")) == ((True, 0), (False, 0))
+        passed = taken(half, request, 0)
+        is_kept = bool(num_saves) and not waits
+        assert (len(passed.meta.saves), passed.names) == (num_saves, {0: "a"} if is_kept else {})
+        assert half.finish(name) == (is_kept, 0)
 
 
 def test_after_a_reset_nothing_is_loaded_or_saved_until_a_version_is_named(half):
@@ -388,8 +356,7 @@ def test_what_follows_blocks_of_the_weights_before_in_vllm_s_cache_is_not_saved(
     half.plan(nothing())
 
     def saves(name: str, computed: int) -> int:
-        request = asked(name)
-        request.all_token_ids = [ord(name), *PROMPT]
+        request = asked(name, [ord(name), *PROMPT])
         assert half.match(request, computed) == 0
         return len(taken(half, request, 0, computed).meta.saves)
 
@@ -398,7 +365,7 @@ def test_what_follows_blocks_of_the_weights_before_in_vllm_s_cache_is_not_saved(
     assert saves("b", 4) == 0
     shared.name_weights("2")
     assert [saves("c", 0), saves("d", 4), saves("e", 4)] == [1, 0, 0]
-    assert [one.message for one in caplog.records if "version ''" in one.message] != []
+    assert "version ''" in caplog.text
     pool.cached_block_hash_to_block = {}  # now it is done
     assert saves("f", 4) == 1
 

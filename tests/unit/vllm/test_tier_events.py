@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvray.config import load_config
-from kvray.engine.shared_state import shared_state_for
 from kvray.identity.keys import chain_keys, request_seed
 from tests.kit.apart import BLOCK, Apart
 from tests.kit.connector import HIT, PROMPT, stand_in
-from tests.unit.vllm.test_scheduling import ROOM, VLLM, asked, new, nothing, offered, taken
+from tests.unit.vllm.conftest import MakeHalf
+from tests.unit.vllm.test_scheduling import asked, nothing, offered, taken
 from tests.waiting import wait_for
 
 NUM_BLOCKS = len(PROMPT) // BLOCK
@@ -40,8 +39,8 @@ class Removed:
 
 
 @pytest.fixture
-def vllm(scheduling: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Stand-ins of what is imported for events; a hash of vLLM's is a number here."""
+def half(scheduling: ModuleType, make_half: MakeHalf, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A half over stand-ins of what is imported for events; a hash of vLLM's is a number here."""
 
     def extra_keys(request: Any, start: int, *_: Any) -> tuple[Any, int]:
         return (("salt", request.cache_salt),) if request.cache_salt and not start else None, 0
@@ -56,27 +55,13 @@ def vllm(scheduling: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     stand_in(monkeypatch, "vllm.distributed.kv_events", **events)
     stand_in(monkeypatch, "vllm.v1")
     stand_in(monkeypatch, "vllm.v1.core", kv_cache_utils=utils)
-    return scheduling
-
-
-@pytest.fixture
-def half(stored, vllm):
-    from kvray.vllm.start import PoolMetadata
-
-    shared = shared_state_for(object(), VLLM, load_config(None))
-    made = vllm.SchedulingHalf(shared, tells_events=True)
-    made.lead({0: PoolMetadata(identity=stored.identity, hold_blocks=ROOM)})
-    yield made
-    made.close()
+    return make_half(tells_events=True)
 
 
 def hashed(name: str, tokens: list[int], **changes: Any) -> SimpleNamespace:
-    """Return a request whose blocks have the hashes 0, 1, ..., each times 100 with a salt."""
-    request = asked(name)
-    request.prompt_token_ids = request.all_token_ids = tokens
-    request.block_hashes = list(range(len(tokens) // BLOCK))
-    vars(request).update(changes)
-    return request
+    """Return a request whose blocks have the hashes 0, 1, ..."""
+    hashes = list(range(len(tokens) // BLOCK))
+    return asked(name, tokens, **{"block_hashes": hashes, **changes})
 
 
 def names(count: int, first: int = 0) -> list[str]:
@@ -85,19 +70,16 @@ def names(count: int, first: int = 0) -> list[str]:
 
 def told(half: Any, stored: Apart, **changes: Any) -> list[Any]:
     """Have the prompt noted of which no lease is left, and return what is told."""
-    half._events.note(hashed("a", PROMPT, **changes), _keys(stored), 0)
+    seed = request_seed(stored.leader.shared.identity.digest, salt=None, lora=None)
+    keys = chain_keys(PROMPT, tokens_per_block=BLOCK, seed=seed)
+    half._events.note(hashed("a", PROMPT, **changes), keys, 0)
     return heard(half)
 
 
 def heard(half: Any) -> list[Any]:
     """Return the next events; what an engine has saved is readable a little later."""
     found: list[Any] = []
-
-    def is_told() -> bool:
-        found.extend(half.take_events())
-        return bool(found)
-
-    wait_for(is_told, "an event")
+    wait_for(lambda: found.extend(half.take_events()) or found, "an event")
     return found
 
 
@@ -123,10 +105,9 @@ def test_a_block_that_is_loaded_is_told_once(half):
 
 def test_a_block_is_told_once_it_is_readable_and_not_when_it_is_planned(half, stored):
     tokens = [7, *PROMPT]
-    request = hashed("b", tokens, cache_salt=None)
+    request = hashed("b", tokens)
     assert half.match(request, 0) == 0
-    half.allocated(request, 0)
-    assert half.plan(new("b", 0, num_scheduled=len(tokens))).meta.saves
+    assert taken(half, request, 0).meta.saves
     assert half.take_events() == []
     stored.serve(tokens)
     (event,) = heard(half)
@@ -202,10 +183,10 @@ def test_an_adapter_and_a_salt_are_told_as_vllm_tells_them(half, stored):
     assert event.extra_keys == [(("salt", "s"),)] + [None] * (NUM_BLOCKS - 1)
 
 
-def test_blocks_of_which_vllm_hashes_parts_are_not_told(half, stored):
+def test_blocks_of_which_vllm_hashes_parts_are_not_told(half):
     request = hashed("e", PROMPT, block_hashes=list(range(len(PROMPT) // 2)))
-    half._events.note(request, _keys(stored), 0)
-    assert half.take_events() == []
+    half._events.note(request, [b"\1" * 32] * NUM_BLOCKS, 0)
+    assert half._events._untold == {}
 
 
 def test_a_defect_costs_the_events_and_no_pass(half, monkeypatch):
@@ -219,21 +200,8 @@ def test_a_defect_costs_the_events_and_no_pass(half, monkeypatch):
     assert half._leader.shared.figures.totals["errors"] == 2
 
 
-def test_a_vllm_without_such_events_serves_without(scheduling, shard, stored):
-    """Its classes have other names: the connector starts all the same."""
-    shared = shared_state_for(object(), VLLM, load_config(None))
-    made = scheduling.SchedulingHalf(shared, tells_events=True)
-    assert made.take_events() == ()
-    made.close()
-
-
-def test_nothing_is_imported_or_kept_where_vllm_publishes_nothing(scheduling, shard):
-    made = scheduling.SchedulingHalf(shared_state_for(object(), VLLM, load_config(None)))
+@pytest.mark.parametrize("tells_events", [True, False], ids=["of another vLLM", "not published"])
+def test_without_such_events_the_connector_serves_and_tells_nothing(make_half, tells_events):
+    """Another vLLM's classes have other names; where it publishes nothing, none is imported."""
+    assert make_half(tells_events=tells_events).take_events() == ()
     assert "kvray.vllm.tier_events" not in sys.modules
-    assert made.take_events() == ()
-    made.close()
-
-
-def _keys(stored: Apart) -> list[bytes]:
-    seed = request_seed(stored.leader.shared.identity.digest, salt=None, lora=None)
-    return chain_keys(PROMPT, tokens_per_block=BLOCK, seed=seed)
