@@ -111,16 +111,11 @@ def test_a_block_that_is_wrong_ends_what_is_held(engine, held, monkeypatch):
     assert engine.arena.tables.slot_state[wrong] == QUARANTINED
 
 
-def test_nothing_is_held_of_a_lease_that_was_taken_away_or_of_an_arena_that_is_gone(engine, held):
-    hold = leased(engine)
-    gone = hold._replace(hold_id=1, leased=(("nowhere", lease_of(hold)),))
-    assert answer(held, gone) == 0
-    engine.arena.release(lease_of(hold))
-    assert answer(held, hold) == 0
-
-
-def test_nothing_is_held_of_a_lease_that_ends_during_the_copy(engine, held, monkeypatch):
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_nothing_is_held_of_a_lease_that_was_taken_away(engine, held, monkeypatch, when):
     hold, read = leased(engine), payload.read
+    if when == "before":
+        engine.arena.release(lease_of(hold))
 
     def read_and_release(*args: Any, **options: Any) -> Any:
         valid = read(*args, **options)
@@ -150,8 +145,10 @@ def test_nothing_is_held_of_a_lease_whose_holder_changes_during_the_copy(
     leader.close()
 
 
-def test_nothing_is_held_of_another_pool_s_blocks(engine, held, caplog):
-    assert answer(held, leased(engine), are_ours=False) == 0
+def test_nothing_is_held_of_another_pool_s_blocks_or_of_an_arena_that_is_gone(engine, held, caplog):
+    hold = leased(engine)
+    assert answer(held, hold._replace(hold_id=1, leased=(("nowhere", lease_of(hold)),))) == 0
+    assert answer(held, hold, are_ours=False) == 0
     assert "the same engine arguments" in caplog.text
 
 
@@ -160,10 +157,9 @@ def test_more_than_is_held_is_never_loaded(engine, held):
     flip(engine.arena, slots_of(engine, hold)[2:3])
     assert answer(held, hold) == 2
     pages = PageIds.of(engine.new_blocks(PROMPT)[:3])
-    with pytest.raises(LeaseExpired, match="does not hold"):
-        held.load(HeldLoad(hold.hold_id, 0, pages), None)
-    with pytest.raises(LeaseExpired, match="does not hold"):
-        held.load(HeldLoad(99, 0, pages), None)
+    for unknown in (hold.hold_id, 99):
+        with pytest.raises(LeaseExpired, match="does not hold"):
+            held.load(HeldLoad(unknown, 0, pages), None)
 
 
 def test_requests_that_come_and_go_leave_all_memory_free(engine, held):
@@ -227,55 +223,18 @@ def test_the_end_waits_for_the_present_copy_only(engine, held, monkeypatch):
     assert copied == [0]
 
 
-def begin(holds: Holds, num_blocks: int, *, first: int = 0) -> Asked:
-    asked = holds.begin((), first=first, stop=first + num_blocks)
-    assert asked is not None
-    return asked
-
-
-def test_a_hold_is_answered_once_every_rank_has_and_has_what_all_of_them_have():
+def test_a_hold_has_what_all_ranks_have_and_its_room_comes_back_when_none_copies_into_it():
     holds = Holds(num_ranks=3, num_blocks=10)
-    asked = begin(holds, 6, first=2)
+    asked = holds.begin((), first=2, stop=8)
+    assert asked is not None
+    assert holds.take() == ((Hold(0, (), 2, 8),), ())
     holds.take_answers({0: 5}, {0: 1})
-    assert not asked.is_answered
+    holds.drop(asked)
+    assert [holds.take(), holds.take()] == [((), (0,)), ((), ())]
+    assert (asked.is_answered, holds.room) == (False, 4)
     holds.take_answers({0: 4}, {0: 2})
-    assert asked.is_answered
+    assert (asked.is_answered, holds.room) == (True, 10)
     assert (asked.num_valid, asked.end) == (4, 6)
-
-
-def test_the_ranks_are_told_once():
-    holds = Holds(num_ranks=1, num_blocks=10)
-    holds.drop(begin(holds, 6))  # before they are told
-    assert holds.take() == ((), ())
-    assert holds.room == 10
-    asked = begin(holds, 6)
-    assert holds.take() == ((Hold(1, (), 0, 6),), ())
-    holds.drop(asked)
-    assert holds.take() == ((), (1,))
-    assert holds.take() == ((), ())
-
-
-def test_no_more_is_held_than_there_is_room_for_which_comes_back_with_the_load():
-    holds = Holds(num_ranks=1, num_blocks=10)
-    asked = begin(holds, 6)
-    assert holds.begin((), first=0, stop=5) is None
-    holds.take()
-    holds.take_answers({0: 6}, {0: 1})
-    assert holds.room == 4
-    assert holds.begin((), first=0, stop=4) is not None
-    holds.loaded(asked)
-    assert holds.room == 6
-
-
-def test_room_of_a_dropped_hold_comes_back_when_no_rank_copies_into_it():
-    holds = Holds(num_ranks=2, num_blocks=10)
-    asked = begin(holds, 6)
-    holds.take()
-    holds.drop(asked)
-    holds.take_answers({0: 6}, {0: 1})
-    assert holds.room == 4
-    holds.take_answers({0: 0}, {0: 1})
-    assert holds.room == 10
 
 
 def test_after_any_life_all_room_is_back():
