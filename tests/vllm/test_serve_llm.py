@@ -70,12 +70,7 @@ def test_the_second_replica_has_from_the_tier_what_the_first_computed(served):
     whole = num_tokens // BLOCK
     wait_for(lambda: served.stored() >= whole, "the save")
     found: list[tuple[str, int, int]] = []
-
-    def is_other() -> bool:
-        found.append(ask())
-        return found[-1][2] > 0
-
-    wait_for(is_other, "an answer of the other replica")
+    wait_for(lambda: found.append(ask()) or found[-1][2] > 0, "an answer of the other replica")
     assert {one[0] for one in found} == {text}
     assert found[-1][2] == (num_tokens - 1) // BLOCK * BLOCK
     assert len({*served.connected()}) == 2  # with two ranks each

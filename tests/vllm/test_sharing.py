@@ -9,12 +9,20 @@ pytestmark = [pytest.mark.ray]
 ENGINES = ["first", "uncached", "far"]
 
 
-def test_another_engine_of_the_node_loads_what_one_has_computed(witness):
-    prompt = witness.prompt(0, LENGTH)
+@pytest.mark.parametrize(
+    ("name", "chapter", "length", "hit"),
+    [
+        pytest.param("uncached", 0, LENGTH, HIT, id="of the node"),
+        pytest.param("far", 3, LENGTH, HIT, id="of another node"),
+        pytest.param("uncached", 5, 10 * BLOCK, 9 * BLOCK, id="the last block is computed"),
+    ],
+)
+def test_another_engine_loads_what_one_has_computed(witness, name, chapter, length, hit):
+    prompt = witness.prompt(chapter, length)
     (cold,) = witness.ask("first", [prompt])
-    (warm,) = witness.ask("uncached", [prompt])
-    assert (cold.hit_tokens, warm.hit_tokens, warm.reused_tokens) == (0, HIT, 0)
-    assert witness.counters("uncached")["loaded_blocks"] >= HIT // BLOCK
+    (warm,) = witness.ask(name, [prompt])
+    assert (cold.hit_tokens, warm.hit_tokens, warm.reused_tokens) == (0, hit, 0)
+    assert witness.counters(name)["loaded_blocks"] >= hit // BLOCK
 
 
 def test_without_prefix_caching_every_time_is_a_load(witness):
@@ -31,20 +39,6 @@ def test_with_prefix_caching_only_what_it_lacks_is_loaded(witness):
     assert own.hit_tokens > 0
     assert loaded.reused_tokens > 0
     assert loaded.hit_tokens + loaded.reused_tokens == HIT
-
-
-def test_an_engine_on_another_node_loads_it_too(witness):
-    prompt = witness.prompt(3, LENGTH)
-    witness.ask("first", [prompt])
-    (far,) = witness.ask("far", [prompt])
-    assert far.hit_tokens == HIT
-
-
-def test_a_prompt_of_whole_blocks_has_its_last_one_computed(witness):
-    prompt = witness.prompt(5, 10 * BLOCK)
-    witness.ask("first", [prompt])
-    (warm,) = witness.ask("uncached", [prompt])
-    assert warm.hit_tokens == 9 * BLOCK
 
 
 def test_what_was_generated_is_stored_as_well(witness):

@@ -1,8 +1,6 @@
 """Two ranks in processes of their own: each loads and stores its share of a block."""
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,36 +25,30 @@ def engines(tier: TwoNodes, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     model = write_model(tmp_path_factory.mktemp("model"), head_dim=64)
     made: list[Replica] = []
     try:
-        for name in ("plain tp", "tp 1", "tp 2"):
-            made.append(begin(name, tier, model))
+        for name in ("plain-tp", "tp-1", "tp-2"):
+            environ = {**ENVIRON, **tier.engine_environ(tier.nodes[0])}
+            environ["KVRAY_CONNECTOR__MODEL_KEY"] = "tensor parallel"
+            made.append(
+                Replica(
+                    name,
+                    env={**environ, "KVRAY_CONNECTOR__REPLICA": name},
+                    log_path=tier.machine.scratch / f"{name}.log",
+                    module=MODULE,
+                    model=str(model),
+                    with_kvray=not name.startswith("plain"),
+                    tensor_parallel_size=2,
+                    skip_tokenizer_init=True,
+                    block_size=BLOCK,
+                    dtype="float32",
+                    max_model_len=1024,
+                    num_blocks=64,
+                )
+            )
             made[-1].wait_ready()
         yield made
     finally:
         for engine in made:
             stop(engine)
-
-
-def begin(name: str, tier: TwoNodes, model: Path) -> Replica:
-    own: dict[str, Any] = {"KVRAY_CONNECTOR__MODEL_KEY": "tensor parallel"}
-    return Replica(
-        name,
-        env={
-            **ENVIRON,
-            **tier.engine_environ(tier.nodes[0]),
-            **own,
-            "KVRAY_CONNECTOR__REPLICA": name.replace(" ", "-"),
-        },
-        log_path=tier.machine.scratch / f"{name}.log",
-        module=MODULE,
-        model=str(model),
-        with_kvray=not name.startswith("plain"),
-        tensor_parallel_size=2,
-        skip_tokenizer_init=True,
-        block_size=BLOCK,
-        dtype="float32",
-        max_model_len=1024,
-        num_blocks=64,
-    )
 
 
 def num_stored(tier: TwoNodes) -> int:
