@@ -1,4 +1,7 @@
-"""Whatever is cached, chunked, batched or loaded, the answer is the same; so with real weights."""
+"""Whatever is cached, chunked, batched or loaded, the answer is the same; so with real weights.
+
+Over the real connector and real shards, of one rank or several, and over a connector of a dict.
+"""
 
 import random
 from dataclasses import replace
@@ -9,10 +12,24 @@ import pytest
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.engine import ReferenceEngine
 from kvray.reference.engine_options import EngineOptions
-from tests.engine.conftest import BLOCK, check, make_prompt
+from kvray.reference.model import TINY_CONFIG, make_random_weights
+from tests.engine.conftest import BLOCK, KVRAY, check, make_prompt
 from tests.engine.fake_connector import CONFIG
+from tests.engine.test_ranks import start
+from tests.tiny_checkpoint import save_checkpoint
 
 PROMPT = make_prompt(100)
+TRUNK = make_prompt(80, seed=5)
+DIVERGING = TRUNK[:50] + make_prompt(40, seed=6)
+PROMPTS = [
+    make_prompt(96, seed=1),  # aligned
+    make_prompt(100, seed=2),
+    make_prompt(17, seed=3),
+    make_prompt(15, seed=4),  # not a block
+    [7],
+]
+CHUNKED = {"enable_chunked_prefill": True, "chunk_tokens": 2 * BLOCK, "connector": KVRAY}
+
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -22,18 +39,56 @@ VARIANTS: list[dict[str, Any]] = [
     {"enable_partial_reuse": True},
     {"enable_block_reuse": False},
     {"max_batch_size": 1},
+    {"num_blocks": 12},
 ]
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_answer_does_not_depend_on_how_it_was_made(make_engine, expected, options):
-    prompts = [PROMPT, PROMPT[:96], PROMPT[:50], make_prompt(70, seed=1), PROMPT[:97], [7]]
-    engine = make_engine(**options)
-    for _ in range(2):
-        outputs = engine.generate(prompts, max_tokens=20)
-        check(outputs, expected, prompts, 20)
-        assert [output.prompt_tokens for output in outputs] == [len(one) for one in prompts]
-    assert engine.cache.get_num_free_blocks() == 64
+def test_answers_are_those_of_an_engine_alone(make_joined, expected, options):
+    prompts = [*PROMPTS, DIVERGING, TRUNK]
+    for is_fresh in (False, True):
+        engine = make_joined(**options)
+        for is_known in (False, True):
+            outputs = engine.generate(prompts, max_tokens=20)
+            check(outputs, expected, prompts, 20)
+            assert [output.prompt_tokens for output in outputs] == [len(one) for one in prompts]
+            if is_fresh and not is_known and engine.cache.enable_block_reuse:
+                assert outputs[0].hit_tokens == 80
+        assert engine.cache.get_num_free_blocks() == options.get("num_blocks", 64)
+        engine.close()
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_fresh_ranks_load_what_cold_ranks_stored(tier, expected, size):
+    """Pools full of NaN: a byte of the wrong rank, or of none, would show in the answer.
+
+    The model has two KV heads: of four ranks two hold the same bytes, each as a part of its own.
+    """
+    with start(size, **CHUNKED) as cold:
+        for prompt in [*PROMPTS, TRUNK]:
+            assert cold.generate(prompt, max_tokens=8).token_ids == expected(prompt, 8)
+    prompts = [*PROMPTS, DIVERGING]
+    with start(size, **CHUNKED, overlap=True, num_blocks=48, runtime="main") as fresh:
+        outputs = fresh.generate(prompts, max_tokens=8)
+    check(outputs, expected, prompts, 8)
+    hits = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
+    assert [one.hit_tokens for one in outputs] == [*hits, 48]
+
+
+@pytest.mark.long
+def test_ranks_load_their_heads_of_what_any_number_of_ranks_has_stored(tier, tmp_path):
+    """Of this model 4 ranks have a KV head each."""
+    config = {**TINY_CONFIG, "num_key_value_heads": 4}
+    save_checkpoint(config, make_random_weights(1, config), tmp_path)
+    answers = []
+    for stored_by in (1, 2, 4):
+        tier.shard.clear(10)
+        for is_stored, size in zip((False, True, True, True), (stored_by, 1, 2, 4), strict=True):
+            with start(size, tmp_path, num_blocks=32, connector=KVRAY) as engine:
+                (output,) = engine.generate([TRUNK], max_tokens=8)
+            assert output.hit_tokens == (64 if is_stored else 0)
+            answers.append(output.token_ids)
+    assert answers == answers[:1] * len(answers)
 
 
 def test_salts_do_not_share_blocks(make_faked, expected):
