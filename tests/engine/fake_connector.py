@@ -17,6 +17,7 @@ import torch
 from kvray.connector.base import (
     KvCacheConnectorScheduler,
     KvCacheConnectorWorker,
+    RequestData,
     SchedulerOutput,
 )
 from kvray.reference.engine_options import KvConnectorConfig
@@ -51,17 +52,22 @@ class State:
     def names(self) -> list[str]:
         return [call[0] for call in self.calls]
 
+    def reported(self) -> list[RequestData]:
+        """Return what all passes said of requests."""
+        return [
+            one for output in self.outputs for one in output.new_requests + output.cached_requests
+        ]
+
     def reports(self) -> list[tuple[list[int], int, int, int]]:
-        """Return what the passes of one request said: tokens, number of blocks, place, length."""
-        first, *later = self.outputs
+        """Return of each report: tokens, number of blocks, place, length."""
         return [
             (
-                data.new_tokens,
-                len(data.new_block_ids),
-                data.computed_position,
-                data.num_scheduled_tokens,
+                one.new_tokens,
+                len(one.new_block_ids),
+                one.computed_position,
+                one.num_scheduled_tokens,
             )
-            for data in first.new_requests + [output.cached_requests[0] for output in later]
+            for one in self.reported()
         ]
 
 
@@ -227,10 +233,8 @@ def prepare(llm_args: Any) -> None:
     """Lead this process's connector to its rank's files, where there are some."""
     if DIRECTORY_VARIABLE not in os.environ:
         return
-    rank, directory = (
-        llm_args.parallel_config.to_mapping().rank,
-        Path(os.environ[DIRECTORY_VARIABLE]),
-    )
+    rank = llm_args.parallel_config.to_mapping().rank
+    directory = Path(os.environ[DIRECTORY_VARIABLE])
     if not isinstance(state.calls, Journal):
         state.calls = Journal(journal_path(directory, rank))
     failing = directory / f"fail-{rank}"

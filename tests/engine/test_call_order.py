@@ -55,29 +55,21 @@ def test_start_up_warms_up_before_the_pool_is_registered(make_faked, fake):
     assert fake.calls[3] == ("forward_callable", False, None)
 
 
-def test_one_request_without_overlap(bring_up, fake):
-    engine = bring_up()
-    output = engine.generate(make_prompt(40), max_tokens=3)
-    assert settle(engine) == [*MATCH, *ITERATION, *ITERATION, *LAST]
-    first, second, third = output.token_ids
-    assert fake.reports() == [
-        (make_prompt(40), 3, 0, 40),
-        ([first], 0, 40, 1),
-        ([second], 0, 41, 1),
-    ]
-    assert third is not None
-
-
-def test_one_request_with_overlap_lags_by_one_token(bring_up, fake):
-    engine = bring_up(overlap=True)
-    output = engine.generate(make_prompt(40), max_tokens=3)
-    settled = ["request_finished", "get_finished"]
-    assert settle(engine) == [*MATCH, *ITERATION * 3, *settled]
-    assert fake.reports() == [
-        (make_prompt(40), 3, 0, 40),
-        ([], 0, 39, 1),
-        ([output.token_ids[0]], 0, 40, 1),
-    ]
+@pytest.mark.parametrize(
+    ("overlap", "calls"),
+    [
+        (False, [*MATCH, *ITERATION, *ITERATION, *LAST]),
+        (True, [*MATCH, *ITERATION * 3, "request_finished", "get_finished"]),
+    ],
+)
+def test_one_request_is_reported_pass_by_pass_with_overlap_a_token_late(
+    bring_up, fake, overlap, calls
+):
+    engine = bring_up(overlap=overlap)
+    first, second, _ = engine.generate(make_prompt(40), max_tokens=3).token_ids
+    assert settle(engine) == calls
+    later = [([], 39), ([first], 40)] if overlap else [([first], 40), ([second], 41)]
+    assert fake.reports() == [(make_prompt(40), 3, 0, 40), *((new, 0, at, 1) for new, at in later)]
 
 
 def test_early_end_with_overlap_runs_one_pass_too_many(bring_up, fake):
@@ -99,11 +91,7 @@ def test_chunked_prefill_reports_everything_first_and_then_moves_on(bring_up, fa
     names = settle(engine)
     assert names.count("update_state_after_alloc") == 1
     assert names.count("wait_for_save") == 3
-    assert fake.reports() == [
-        (make_prompt(70), 5, 0, 32),
-        ([], 0, 32, 32),
-        ([], 0, 64, 6),
-    ]
+    assert fake.reports() == [(make_prompt(70), 5, 0, 32), ([], 0, 32, 32), ([], 0, 64, 6)]
 
 
 def test_report_leaves_out_what_is_loaded_for_this_pass(make_faked, bring_up, fake):
@@ -133,12 +121,10 @@ def test_cancelled_request_is_freed_and_never_reported_finished(bring_up, fake):
     engine = bring_up()
     pending = engine.submit(make_prompt(40), max_tokens=900)
     engine.cancel(pending)
-    output = pending.result(10)
-    assert output.finish_reason == "cancelled"
+    assert pending.result(10).finish_reason == "cancelled"
     engine.generate(make_prompt(5), max_tokens=1)
-    assert [call for call in fake.calls if call[0] == "request_finished"] == [
-        ("request_finished", 2)
-    ]
+    assert ("request_finished", 1) not in fake.calls
+    assert ("request_finished", 2) in fake.calls
     assert engine.cache.get_num_free_blocks() == 64
 
 
@@ -150,22 +136,23 @@ def test_main_line_polls_for_a_save_while_it_is_idle(make_faked, fake):
     wait_for(lambda: engine.cache.get_num_free_blocks() == 8)
 
 
-def test_offer_of_the_whole_prompt_ends_the_engine(make_faked, fake):
-    fake.offer = (2 * BLOCK, False)
+@pytest.mark.parametrize(
+    ("offer", "said", "raised_in"),
+    [
+        ((2 * BLOCK, False), "at least one uncomputed token", "set_prepopulated_prompt_len"),
+        ((BLOCK, True), "no loads beside its passes", "get_num_new_matched_tokens"),
+    ],
+)
+def test_an_offer_that_cannot_be_taken_ends_the_engine(make_faked, fake, offer, said, raised_in):
+    fake.offer = offer
     engine = make_faked()
-    with pytest.raises(KVRayError, match="at least one uncomputed token"):
+    with pytest.raises(KVRayError, match=said):
         engine.generate(make_prompt(2 * BLOCK))
     assert isinstance(engine.failure, KVRayError)
     frames = traceback.extract_tb(engine.failure.__traceback__)
-    assert "set_prepopulated_prompt_len" in {frame.name for frame in frames}
+    assert raised_in in {frame.name for frame in frames}
     with pytest.raises(KVRayError, match="dead"):
         engine.submit([1])
-
-
-def test_loading_beside_the_passes_ends_the_engine(make_faked, fake):
-    fake.offer = (BLOCK, True)
-    with pytest.raises(KVRayError, match="no loads beside its passes"):
-        make_faked().generate(make_prompt(40))
 
 
 @pytest.mark.parametrize("num_tokens", [2 * BLOCK, 40])
@@ -214,15 +201,6 @@ def test_failing_constructor_fails_the_start(make_faked, fake):
     fake.raise_in = "worker"
     with pytest.raises(RuntimeError, match="told to fail in worker"):
         make_faked()
-
-
-def test_worker_keeps_the_metadata_of_its_pass():
-    worker = base.KvCacheConnectorWorker("args")
-    assert worker._llm_args == "args"
-    assert worker.get_connector_meta() is None
-    worker.bind_connector_meta({"loads": []})
-    assert worker.get_connector_meta() == {"loads": []}
-    assert worker.register_forward_pass_callable() is None
 
 
 def test_what_a_connector_lacks_of_its_engine_is_named(tmp_path, monkeypatch):

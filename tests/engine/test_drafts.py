@@ -183,9 +183,8 @@ def test_rewinds_change_neither_answers_nor_full_blocks_and_leave_ids_untold(
         assert torch.equal(ends[request_id][1], kv)
     # Some told ids are untrue at the end, and none of the blocks of a prompt.
     told: dict[int, list[int]] = {}
-    for output in fake.outputs:
-        for data in output.new_requests + output.cached_requests:
-            told.setdefault(data.request_id, []).extend(data.new_block_ids)
+    for data in fake.reported():
+        told.setdefault(data.request_id, []).extend(data.new_block_ids)
     untrue = [
         (request_id, index)
         for request_id, (block_ids, _) in ends.items()
@@ -254,16 +253,10 @@ def test_ranks_that_share_the_model_draft_alike(models, plain):
     assert all(0 < output.accepted_tokens < output.drafted_tokens for output in outputs)
 
 
-def test_connector_is_told_that_and_how_far_the_engine_drafts(models):
-    with start(models[0], 3) as engine:
-        assert engine.llm_args.speculative_config.max_draft_len == 3
-        assert engine.llm_args.speculative_config.decoding_type == "NGram"
-    with start(models[0]) as engine:
-        assert engine.llm_args.speculative_config is None
-
-
-def test_prompt_must_leave_room_for_drafts(models):
+def test_connector_is_told_of_drafts_for_which_a_prompt_must_leave_room(models):
     with start(models[0], 5, num_blocks=2) as engine:
+        told = engine.llm_args.speculative_config
+        assert (told.decoding_type, told.max_draft_len) == ("NGram", 5)
         engine.generate([1] * 8, max_tokens=3)
         with pytest.raises(ConfigError, match="8 tokens and 9 more, 5 of them drafts, do not fit"):
             engine.submit([1] * 8, max_tokens=4)

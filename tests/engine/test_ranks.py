@@ -56,17 +56,19 @@ def state() -> Iterator[State]:
     fake_connector.state.is_async_save = False
 
 
-def test_ranks_answer_as_one_does(engine, state, expected):
+def test_ranks_answer_as_one_does_each_with_its_heads(engine, expected):
+    assert engine.cache.geometry.num_kv_heads == 1
     for _ in range(2):
         check(engine.generate(PROMPTS, max_tokens=20), expected, PROMPTS, 20)
     assert engine.cache.get_num_free_blocks() == 16
 
 
-def test_each_rank_holds_its_heads_in_a_pool_of_its_own(engine):
-    assert engine.cache.geometry.num_kv_heads == 1
-    assert engine.llm_args.tensor_parallel_size == 2
-    assert engine.llm_args.parallel_config.to_mapping().rank == 0
-    assert len(engine.rank_pids) == 1
+def test_cancelled_request_ends_on_every_rank(engine, expected):
+    doomed = engine.submit(make_prompt(60, seed=2), max_tokens=100)
+    assert engine.generate(make_prompt(20), max_tokens=3).token_ids == expected(make_prompt(20), 3)
+    engine.cancel(doomed)
+    assert doomed.result(SOON_S).finish_reason == "cancelled"
+    assert engine.cache.get_num_free_blocks() == 16
 
 
 def test_all_workers_are_called_alike_and_the_scheduler_on_the_leader_alone(
@@ -88,14 +90,6 @@ def test_save_holds_the_blocks_on_every_rank_until_it_has_ended_on_all(engine, s
     for prompt in prompts:
         assert engine.generate(prompt, max_tokens=10).token_ids == expected(prompt, 10)
     assert engine.cache.get_num_free_blocks() >= 16 - 7
-
-
-def test_cancelled_request_ends_on_every_rank(engine, state, expected):
-    doomed = engine.submit(make_prompt(60, seed=2), max_tokens=100)
-    assert engine.generate(make_prompt(20), max_tokens=3).token_ids == expected(make_prompt(20), 3)
-    engine.cancel(doomed)
-    assert doomed.result(SOON_S).finish_reason == "cancelled"
-    assert engine.cache.get_num_free_blocks() == 16
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
@@ -148,17 +142,11 @@ def owners(directory: Path) -> Iterator[ReferenceEngine]:
             yield made
 
 
-def test_owners_answer_as_one_engine_does(owners, expected):
+def test_owners_answer_as_one_engine_does_each_with_all_heads(owners, expected):
+    assert owners.cache.geometry.num_kv_heads == 2
     for _ in range(2):
         check(owners.generate(PROMPTS, max_tokens=20), expected, PROMPTS, 20)
     assert owners.cache.get_num_free_blocks() == 16
-
-
-def test_each_owner_has_whole_attention_and_both_halves_of_the_connector(owners, directory):
-    assert owners.cache.geometry.num_kv_heads == 2
-    for rank in (0, 1):
-        calls = journal_path(directory / "owners", rank).read_text().split()
-        assert {"scheduler", "worker", "wait_for_initialization"} <= set(calls)
 
 
 def test_each_owner_is_told_its_number_and_of_its_own_requests_only(owners, state):
@@ -168,12 +156,7 @@ def test_each_owner_is_told_its_number_and_of_its_own_requests_only(owners, stat
     for one in pending:
         one.result(SOON_S)
     own = {one.call_id for one in pending if one.call_id % 2 == 1}
-    seen = {
-        data.request_id
-        for output in state.outputs
-        for data in output.new_requests + output.cached_requests
-    }
-    assert seen == own
+    assert {data.request_id for data in state.reported()} == own
     assert {output.attention_dp_rank for output in state.outputs} == {0}
 
 
@@ -189,7 +172,7 @@ def test_idle_owner_passes_dummies_that_reach_no_connector(owners, state):
     state.calls.clear()
     assert submit() % 2 == 0
     wait_for(lambda: "wait_for_save" in state.names())
-    assert all(not output.new_requests + output.cached_requests for output in state.outputs)
+    assert state.reported() == []
     assert not {"get_num_new_matched_tokens", "request_finished"} & set(state.names())
     assert owners.cache.get_num_free_blocks() == 16
 
@@ -211,13 +194,12 @@ def test_idle_engine_notices_that_an_owner_was_killed(directory):
     assert not psutil.pid_exists(engine.rank_pids[0])
 
 
-def test_connector_that_does_not_say_it_does_attention_dp_is_refused(directory, monkeypatch):
-    monkeypatch.setattr(fake_connector.Worker, "supports_attention_dp", False)
-    with pytest.raises(ConfigError, match="supports_attention_dp = True"):
-        start(1, enable_attention_dp=True)
-
-
-def test_one_owner_is_an_engine_of_one_rank(expected, directory):
+def test_one_owner_is_an_engine_of_one_rank_whose_connector_must_say_it_does_attention_dp(
+    expected, directory, monkeypatch
+):
     with start(1, enable_attention_dp=True) as engine:
         assert engine.generate(PROMPTS[0], max_tokens=5).token_ids == expected(PROMPTS[0], 5)
     assert {output.attention_dp_rank for output in fake_connector.state.outputs} == {0}
+    monkeypatch.setattr(fake_connector.Worker, "supports_attention_dp", False)
+    with pytest.raises(ConfigError, match="supports_attention_dp = True"):
+        start(1, enable_attention_dp=True)
