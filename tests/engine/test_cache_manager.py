@@ -1,5 +1,6 @@
 """The engine's pool has TensorRT-LLM's interface and events, and keeps its promises about bytes."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,13 +26,15 @@ GEOMETRY = KVGeometry(num_layers=3, num_kv_heads=2, head_dim=4)
 
 
 def make_cache(num_blocks: int = 8, **options: int) -> KVCacheManager:
-    chosen: dict[str, Any] = {
-        "num_blocks": num_blocks,
-        "tokens_per_block": BLOCK,
-        "poison": True,
-        **options,
-    }
-    return KVCacheManager(GEOMETRY, EngineOptions(**chosen))
+    chosen = EngineOptions(num_blocks=num_blocks, tokens_per_block=BLOCK, poison=True, **options)
+    return KVCacheManager(GEOMETRY, chosen)
+
+
+def begun(cache: KVCacheManager, number: int, tokens: list[int], **options: int) -> LlmRequest:
+    """Return a request that has the blocks of its prompt."""
+    request = LlmRequest(number, tokens, **options)
+    cache.prepare_resources(ScheduledRequests(context_requests=[request]))
+    return request
 
 
 def test_pool_has_the_layout_of_the_contract():
@@ -45,42 +48,32 @@ def test_pool_has_the_layout_of_the_contract():
     assert pool[5, 1, 1, 3 * 4 + 2] == 42.0
 
 
-def test_request_gets_its_blocks_and_gives_them_back():
+def test_request_gets_its_blocks_and_gives_them_back_poisoned():
     cache = make_cache()
-    request = LlmRequest(1, make_prompt(20), max_new_tokens=30)
+    request = begun(cache, 1, make_prompt(20), max_new_tokens=30)
     assert cache.get_max_resource_count() == 8
     assert cache.get_needed_resource_to_completion(request) == 4
-    cache.prepare_resources(ScheduledRequests(context_requests=[request]))
     assert len(cache.get_cache_indices(request)) == 2
     assert cache.get_needed_beyond_held(request) == 2
     assert cache.get_num_free_blocks() == 6
     request.num_computed_tokens = 2 * BLOCK
     cache.prepare_resources(ScheduledRequests(generation_requests=[request]))
-    assert len(cache.get_cache_indices(request)) == 3
+    freed = cache.get_cache_indices(request)
+    assert len(freed) == 3
+    cache.get_unique_primary_pool().zero_()
+    request.finish_by_reason("cancelled")  # nobody is to find its blocks
     cache.free_resources(request)
     cache.free_resources(request)
     assert cache.get_num_free_blocks() == 8
-
-
-def test_freed_blocks_without_reusable_content_are_poisoned():
-    cache = make_cache()
-    request = LlmRequest(1, make_prompt(20))
-    cache.prepare_resources(ScheduledRequests(context_requests=[request]))
-    cache.get_unique_primary_pool().zero_()
-    request.finish_by_reason("cancelled")
-    freed = cache.get_cache_indices(request)
-    cache.free_resources(request)
     assert cache.get_unique_primary_pool()[freed].isnan().all()
 
 
 def test_blocks_of_rejected_drafts_are_counted_on_then_poisoned_and_go_to_others():
     cache = make_cache(4, max_draft_len=20)
-    request = LlmRequest(1, make_prompt(2 * BLOCK - 1), max_new_tokens=4)
+    request = begun(cache, 1, make_prompt(2 * BLOCK - 1), max_new_tokens=4)
     assert cache.get_needed_resource_to_completion(request) == 4
-    batch = ScheduledRequests(context_requests=[request])
-    cache.prepare_resources(batch)
     assert cache.get_needed_beyond_held(request) == 2
-    batch.count_computed()
+    ScheduledRequests(context_requests=[request]).count_computed()
     request.add_sampled(5)
     request.py_draft_tokens = list(range(20))
     batch = ScheduledRequests(generation_requests=[request])
@@ -94,21 +87,18 @@ def test_blocks_of_rejected_drafts_are_counted_on_then_poisoned_and_go_to_others
     cache.update_resources(batch)
     assert cache.get_cache_indices(request) == kept
     assert cache.get_unique_primary_pool()[rewound].isnan().all()
-    other = LlmRequest(2, make_prompt(2 * BLOCK, seed=1))
-    cache.prepare_resources(ScheduledRequests(context_requests=[other]))
+    other = begun(cache, 2, make_prompt(2 * BLOCK, seed=1))
     assert sorted(cache.get_cache_indices(other)) == sorted(rewound)
 
 
 def test_partial_match_copies_the_shared_rows_alone():
     cache = make_cache(enable_partial_reuse=True)
-    first = LlmRequest(1, make_prompt(2 * BLOCK + 1))
-    cache.prepare_resources(ScheduledRequests(context_requests=[first]))
+    first = begun(cache, 1, make_prompt(2 * BLOCK + 1))
     source = cache.get_cache_indices(first)
     cache.get_unique_primary_pool()[source] = torch.randn(3, 3, 2, 2 * BLOCK * 4)
     first.move_to_next_context_chunk()
     cache.update_resources(ScheduledRequests(context_requests=[first]))
-    second = LlmRequest(2, make_prompt(BLOCK + 5) + make_prompt(9, seed=4))
-    cache.prepare_resources(ScheduledRequests(context_requests=[second]))
+    second = begun(cache, 2, make_prompt(BLOCK + 5) + make_prompt(9, seed=4))
     target = cache.get_cache_indices(second)
     assert second.context_current_position == BLOCK + 5
     assert target[0] == source[0]
@@ -120,13 +110,11 @@ def test_partial_match_copies_the_shared_rows_alone():
 
 def test_partial_match_is_given_up_when_its_block_is_needed():
     cache = make_cache(num_blocks=3, enable_partial_reuse=True)
-    first = LlmRequest(1, make_prompt(2 * BLOCK + 1))
-    cache.prepare_resources(ScheduledRequests(context_requests=[first]))
+    first = begun(cache, 1, make_prompt(2 * BLOCK + 1))
     first.move_to_next_context_chunk()
     first.add_new_token(9)
     cache.free_resources(first)
-    second = LlmRequest(2, make_prompt(BLOCK + 5) + make_prompt(20, seed=4))
-    cache.prepare_resources(ScheduledRequests(context_requests=[second]))
+    second = begun(cache, 2, make_prompt(BLOCK + 5) + make_prompt(20, seed=4))
     assert second.context_current_position == BLOCK
     assert cache.get_num_free_blocks() == 0
 
@@ -135,8 +123,6 @@ def test_padding_request_takes_a_block_and_runs_out_quietly():
     cache = make_cache(num_blocks=1)
     padding = cache.add_padding_request()
     assert padding is not None
-    assert padding.is_dummy
-    assert padding.state is LlmRequestState.GENERATION_IN_PROGRESS
     assert cache.add_padding_request() is None
     cache.free_resources(padding)
     assert cache.get_num_free_blocks() == 1
@@ -147,19 +133,16 @@ def test_request_waits_until_its_longest_answer_fits_beside_the_others():
     first = LlmRequest(1, make_prompt(10), max_new_tokens=2 * BLOCK)
     second = LlmRequest(2, make_prompt(10, seed=1), max_new_tokens=BLOCK)
     third = LlmRequest(3, [5], max_new_tokens=1)
-    active = [first, second, third]
-    batch = schedule(active, cache, max_batch_size=8, chunk_tokens=None)
+    take = partial(schedule, cache=cache, max_batch_size=8, chunk_tokens=None)
+    batch = take([first, second, third])
     assert batch.context_requests == [first]
     cache.prepare_resources(batch)
-    assert cache.get_num_free_blocks() == 3
     first.move_to_next_context_chunk()
     first.state = LlmRequestState.GENERATION_IN_PROGRESS
-    batch = schedule(active, cache, max_batch_size=8, chunk_tokens=None)
-    assert batch.all_requests() == [first]
+    assert take([first, second, third]).all_requests() == [first]
     first.finish_by_reason("stop")
     cache.free_resources(first)
-    batch = schedule([second, third], cache, max_batch_size=8, chunk_tokens=None)
-    assert batch.context_requests == [second, third]
+    assert take([second, third]).context_requests == [second, third]
 
 
 SIZE = 2

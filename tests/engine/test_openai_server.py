@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -64,18 +65,11 @@ async def test_a_client_that_goes_ends_a_whole_answer_too(monkeypatch):
         monkeypatch.setattr(engine, "submit", noted)
         body = json.dumps({"model": "tiny", "prompt": [5], "max_tokens": 3000}).encode()
         said = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
-        sent: list[Any] = []
-
-        async def receive() -> Any:
-            return said.pop(0)
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
         headers = [(b"content-type", b"application/json")]
+        receive, send = AsyncMock(side_effect=said), AsyncMock()
         await app({**scope, "headers": headers, "http_version": "1.1"}, receive, send)
-        assert sent[0]["status"] == 499
+        assert send.await_args_list[0].args[0]["status"] == 499
         (call,) = calls
         assert call.result(HANG_S).finish_reason == "cancelled"
 
@@ -88,12 +82,9 @@ def test_answers_are_of_the_types_of_openais_package(client):
     assert (first.index, second.index) == (0, 1)
     assert first.message.content == second.message.content, "it is greedy"
     assert whole.usage is not None
-    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (
-        len("user: Hi\nassistant:"),
-        12,
-    )
-    asked = {"stream": True, "stream_options": {"include_usage": True}}
-    chunks = chunks_of(chat(client, **asked))
+    assert whole.usage.prompt_tokens == len("user: Hi\nassistant:")
+    assert whole.usage.completion_tokens == 12
+    chunks = chunks_of(chat(client, stream=True, stream_options={"include_usage": True}))
     for chunk in chunks:
         ChatCompletionChunk.model_validate(chunk, strict=True)
     deltas = [one["choices"][0]["delta"] for one in chunks[:-1]]
@@ -144,12 +135,12 @@ def test_what_changes_nothing_is_taken(client):
     assert chat(client, **asked, messages=messages, max_tokens=None).status_code == 200
 
 
+SURROGATE = json.dumps({"model": "tiny", "prompt": "\ud800"}).encode()
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
-    [
-        *((body, "") for body in (b"", b"{", b"null", b"[]")),
-        (json.dumps({"model": "tiny", "prompt": "\ud800"}).encode(), "surrogate"),
-    ],
+    [(b"", ""), (b"{", ""), (b"null", ""), (b"[]", ""), (SURROGATE, "surrogate")],
 )
 def test_a_broken_body_or_prompt_is_a_bad_request(client, body, words):
     answer = client.post("/v1/completions", content=body, headers=JSON)
@@ -188,13 +179,15 @@ def test_bytes_that_are_no_text_show_at_once():
     assert "".join(found[100:]) == "a\ufffd"
 
 
-@pytest.mark.parametrize("stop", ["café", "naïve", "end", ", e"])
-def test_a_stop_text_ends_a_text_and_no_piece_shows_its_beginning(stop):
-    assert "".join(pieces(TEXT.encode(), "nothing of it", stop)) == TEXT[: TEXT.index(stop)]
-
-
-def test_what_may_begin_a_stop_text_is_shown_at_the_end():
-    assert "".join(pieces(b"one, tw", "two")) == "one, tw"
+@pytest.mark.parametrize(
+    ("text", "stop", "shown"),
+    [
+        *((TEXT, one, TEXT[: TEXT.index(one)]) for one in ("café", "naïve", "end", ", e")),
+        ("one, tw", "two", "one, tw"),  # it may have begun one
+    ],
+)
+def test_a_stop_text_ends_a_text_and_no_piece_shows_its_beginning(text, stop, shown):
+    assert "".join(pieces(text.encode(), "nothing of it", stop)) == shown
 
 
 def test_tokens_after_the_stop_are_not_counted():
