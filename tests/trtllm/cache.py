@@ -12,6 +12,7 @@ nobody uses and nothing follows.
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from kvray.errors import KVRayError
@@ -25,42 +26,34 @@ SEND_POLLS = 5
 DUMMY_ID = 2**64 - 1
 
 
+@dataclass(kw_only=True)
 class Cache:
     """What the executor asks of a cache manager; the same on all ranks, which count alike."""
 
-    def __init__(
-        self,
-        memory: Memory,
-        windows: Sequence[int | None],
-        *,
-        num_pages: int,
-        has_groups: bool,
-        resolves_late: bool,
-        is_reused: bool = True,
-        is_partial: bool = False,
-        draft_len: int = 0,
-    ) -> None:
-        """`draft_len`: tokens that are drafted after each one that is computed for an answer."""
-        self.windows = windows
-        self.is_reused = is_reused
-        self.connector: Any = None
-        self.asked: Callable[[ScheduledRequests], None] = lambda _batch: None
-        """Called once the connector was asked about a batch, before it is reported."""
-        self.accept: Callable[[LlmRequest, int], int] = lambda _request, offer: offer
-        """Returns how many tokens of an offer the engine takes."""
-        self.defers: Callable[[LlmRequest], bool] = lambda _request: False
-        """Says whether a request that was asked about ahead is left out of the batch."""
-        self.dummy: LlmRequest | None = None
-        """Pads every batch that generates."""
-        self.sending: dict[LlmRequest, int] = {}
-        """Prompts that are sent to another server -> iterations until it has their blocks."""
-        self._memory = memory
-        self._has_groups = has_groups
-        self._resolves_late = resolves_late
-        self._is_partial = is_partial
-        self._draft_len = draft_len
-        self._luck = random.Random(draft_len)
-        self._pools = [BlockPool(num_pages, tokens_per_block=BLOCK) for _ in windows]
+    memory: Memory
+    windows: Sequence[int | None]
+    num_pages: InitVar[int]
+    has_groups: bool
+    resolves_late: bool
+    is_reused: bool = True
+    is_partial: bool = False
+    draft_len: int = 0
+    """Tokens that are drafted after each one that is computed for an answer."""
+    connector: Any = None
+    asked: Callable[[ScheduledRequests], None] = lambda _batch: None
+    """Called once the connector was asked about a batch, before it is reported."""
+    accept: Callable[[LlmRequest, int], int] = lambda _request, offer: offer
+    """Returns how many tokens of an offer the engine takes."""
+    defers: Callable[[LlmRequest], bool] = lambda _request: False
+    """Says whether a request that was asked about ahead is left out of the batch."""
+    dummy: LlmRequest | None = None
+    """Pads every batch that generates."""
+    sending: dict[LlmRequest, int] = field(default_factory=dict)
+    """Prompts that are sent to another server -> iterations until it has their blocks."""
+
+    def __post_init__(self, num_pages: int) -> None:
+        self._luck = random.Random(self.draft_len)
+        self._pools = [BlockPool(num_pages, tokens_per_block=BLOCK) for _ in self.windows]
         self._held: dict[LlmRequest, list[list[int]]] = {}
 
     def pages_of(self, request: LlmRequest) -> list[list[int]]:
@@ -77,12 +70,12 @@ class Cache:
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
         """Return the pages that it takes if it shares none and is drafted for to its end."""
-        most = request.prompt_len + request.max_new_tokens + 1 + 2 * self._draft_len
+        most = request.prompt_len + request.max_new_tokens + 1 + 2 * self.draft_len
         return -(-most // BLOCK)
 
     def get_needed_beyond_held(self, request: LlmRequest) -> int:
-        held = self._held.get(request, [[]])
-        return max(self.get_needed_resource_to_completion(request) - len(held[0]), 0)
+        held, *_ = self._held.get(request, [[]])
+        return max(self.get_needed_resource_to_completion(request) - len(held), 0)
 
     def get_cache_indices(self, request: LlmRequest) -> list[list[int]]:
         """Return copies of a request's pages; none for one that has ended, and is asked for again.
@@ -98,25 +91,24 @@ class Cache:
 
     def prepare_resources(self, batch: ScheduledRequests) -> None:
         """Give the batch its pages, and ask what can be loaded into them."""
-        if self._resolves_late:
+        if self.resolves_late:
             batch.context_requests[:] = [
                 one for one in batch.context_requests if self._ask_ahead(one)
             ]
         for request in batch.context_requests:
             if not request.has_pages:
                 self._add(request)
-            elif self._has_groups:
+            elif self.has_groups:
                 start = request.context_current_position
                 self.extend(request, start + request.context_chunk_size, history=start)
         for request in batch.generation_requests:
-            if self._draft_len:
-                request.draft(self._draft_len, self._luck.randint(0, self._draft_len))
+            if self.draft_len:
+                request.draft(self.draft_len, self._luck.randint(0, self.draft_len))
             start = request.num_computed_tokens
-            self.extend(request, start + 1 + self._draft_len, history=start)
+            self.extend(request, start + 1 + self.draft_len, history=start)
         if self.dummy is not None and batch.generation_requests:
-            if self.dummy not in self._held:
-                self._held[self.dummy] = [[] for _ in self.windows]
-                self.extend(self.dummy, 1, history=0)
+            self._held.setdefault(self.dummy, [[] for _ in self.windows])
+            self.extend(self.dummy, 1, history=0)
             batch.generation_requests.append(self.dummy)
         self.asked(batch)
         if batch.batch_size:
@@ -124,16 +116,15 @@ class Cache:
 
     def update_resources(self, batch: ScheduledRequests) -> None:
         """Let others find computed prompts, and give back what only rejected drafts have used."""
-        is_early = self._is_partial or (self.is_reused and not self._has_groups)
+        is_early = self.is_partial or (self.is_reused and not self.has_groups)
         for request in batch.context_requests if is_early else ():
-            if request in self._held and (self._has_groups or not request.is_in_context):
+            if request in self._held and (self.has_groups or not request.is_in_context):
                 self._remember(request, self._held[request], keep_tail=False)
-        for request in batch.generation_requests:
-            if self._draft_len and request in self._held:
-                kept = -(-request.num_computed_tokens // BLOCK)
-                for group, pages in enumerate(self._held[request]):
-                    self._release(group, pages[kept:])
-                    del pages[kept:]
+        for request in batch.generation_requests if self.draft_len else ():
+            kept = -(-request.num_computed_tokens // BLOCK)
+            for group, pages in enumerate(self._held.get(request, ())):
+                self._release(group, pages[kept:])
+                del pages[kept:]
 
     def free_resources(self, request: LlmRequest) -> None:
         """End a sequence, and keep what it computed for others. Twice is fine.
@@ -147,7 +138,7 @@ class Cache:
         if held is None:
             return
         if self.is_reused and request.request_id != DUMMY_ID:
-            self._remember(request, held, keep_tail=self._is_partial)
+            self._remember(request, held, keep_tail=self.is_partial)
         for group, pages in enumerate(held):
             self._release(group, pages)
 
@@ -193,12 +184,12 @@ class Cache:
 
     def _add(self, request: LlmRequest) -> None:
         """Give a request its first pages, with what is taken of an offer."""
-        take = self._take_some if self._has_groups else self._take_all
+        take = self._take_some if self.has_groups else self._take_all
         local, taken = take(request)
-        if self._has_groups:  # these came before the connector was asked
+        if self.has_groups:  # these came before the connector was asked
             self.extend(request, local + request.context_chunk_size, history=local)
         request.set_prepopulated_prompt_len(local + taken, BLOCK)
-        if self._has_groups:
+        if self.has_groups:
             start = request.context_current_position
             self.pass_windows(request, start)
             self.extend(request, start + request.context_chunk_size, history=start)
@@ -243,7 +234,7 @@ class Cache:
     def _reuse_partly(self, request: LlmRequest, num_blocks: int) -> int:
         """Have the first tokens of the next block, if some are there; return how many."""
         end = min((num_blocks + 1) * BLOCK, request.prompt_len) - 1
-        matches = self._matches(request, end, allow_partial=self._is_partial)
+        matches = self._matches(request, end, allow_partial=self.is_partial)
         sources = [match.partial_block_id for match in matches if match.num_partial_tokens]
         if len(sources) < len(matches) or self.get_num_free_blocks() < 2:
             return 0
@@ -256,11 +247,11 @@ class Cache:
         pool = self._pools[group]
         node = pool._nodes[source]
         pool.reference([source])
-        if not self._has_groups and pool._references[source] == 1 and not node.children:
+        if not self.has_groups and pool._references[source] == 1 and not node.children:
             pool._forget(node)
             return source
         page = self._take(group)
-        self._memory.copy(group, source, page)
+        self.memory.copy(group, source, page)
         self._release(group, [source])
         return page
 
@@ -295,7 +286,7 @@ class Cache:
 
     def _poison(self, group: int, pages: Sequence[int]) -> None:
         for page in pages:
-            self._memory.poison(group, page)
+            self.memory.poison(group, page)
 
 
 def _live(pages: Sequence[int]) -> list[int]:

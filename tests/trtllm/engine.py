@@ -7,6 +7,7 @@ import itertools
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ class AllRanks:
     """The workers of all ranks as one; what rank 0 has is pickled for the others, as MPI does."""
 
     def __init__(
-        self, workers: Sequence[Any], happen: Callable[[str], None], *, num_loads: int
+        self, workers: list[Any], happen: Callable[[str], None], *, num_loads: int
     ) -> None:
         """`num_loads`: how often the engine starts the loads of one pass; again is a repetition."""
         self.workers = workers
@@ -45,9 +46,8 @@ class AllRanks:
             worker.bind_connector_meta(received)
 
     def start_load_kv(self, stream: Any) -> None:
-        for _ in range(self._num_loads):
-            for worker in self.workers:
-                worker.start_load_kv(stream)
+        for worker in self.workers * self._num_loads:
+            worker.start_load_kv(stream)
         self._happen("loaded")
 
     def wait_for_save(self, stream: Any) -> None:
@@ -121,8 +121,8 @@ class Engine:
             self.ranks, self.scheduler, owner=owner, is_flat=not has_groups
         )
         self.cache = Cache(
-            memory,
-            [group.window for group in shape.groups],
+            memory=memory,
+            windows=[group.window for group in shape.groups],
             num_pages=num_pages,
             has_groups=has_groups,
             resolves_late=version.resolves_late and has_groups,
@@ -132,7 +132,11 @@ class Engine:
         )
         self.cache.connector, self.cache.asked = self.manager, self._begin
         self.model = Model(
-            self.workers, memory, self.cache, has_hooks=has_hooks, has_groups=has_groups
+            workers=self.workers,
+            memory=memory,
+            cache=self.cache,
+            has_hooks=has_hooks,
+            has_groups=has_groups,
         )
         options = EngineOptions(
             tokens_per_block=BLOCK,
@@ -285,31 +289,22 @@ class Engine:
                 del self.cache.sending[request]
 
 
+@dataclass(kw_only=True)
 class Model:
     """All its ranks; `corrupt_rows` counts what was read wrongly, or written where it must not."""
 
-    def __init__(
-        self,
-        workers: Sequence[Any],
-        memory: Memory,
-        cache: Cache,
-        *,
-        has_hooks: bool,
-        has_groups: bool,
-    ) -> None:
-        self.corrupt_rows = 0
-        self.num_accepted = 0
-        """Drafted tokens that turned out to be those of the answer."""
-        self.num_passes = 0
-        self._workers = workers
-        self.memory = memory
-        self._cache = cache
-        self._has_hooks = has_hooks
-        self._has_groups = has_groups
-        self._layers = sorted(layer for group in memory.shape.groups for layer in group.layers)
-        self.stream = None
-        self._computed: dict[LlmRequest, int] = {}
-        """How many tokens of each request the pass has left behind, until its end."""
+    workers: Sequence[Any]
+    memory: Memory
+    cache: Cache
+    has_hooks: bool
+    has_groups: bool
+    corrupt_rows: int = 0
+    num_accepted: int = 0
+    """Drafted tokens that turned out to be those of the answer."""
+    num_passes: int = 0
+    stream: None = None
+    _computed: dict[LlmRequest, int] = field(default_factory=dict)
+    """How many tokens of each request the pass has left behind, until its end."""
 
     def expect_loads(self, batch: ScheduledRequests) -> None:
         """Check that what was promised to first chunks is there, and nothing else has changed.
@@ -329,10 +324,10 @@ class Model:
         A dummy computes nothing that anybody reads.
         """
         self.num_passes += 1
-        layers = self._layers if self._has_hooks and batch.context_requests else ()
-        for layer in layers:
-            for worker in self._workers:
-                worker.wait_for_layer_load(layer, None)
+        groups = self.memory.shape.groups if self.has_hooks and batch.context_requests else ()
+        layers = sorted(layer for group in groups for layer in group.layers)
+        for layer, worker in itertools.product(layers, self.workers):
+            worker.wait_for_layer_load(layer, None)
         self._computed = {}
         sampled = {}
         for request in batch.context_requests:
@@ -343,18 +338,17 @@ class Model:
         for request in batch.generation_requests:
             if request.request_id != DUMMY_ID:
                 sampled[request.request_id] = self._generate(request)
-        for layer in layers:
-            for worker in self._workers:
-                worker.save_kv_layer(layer, None)
+        for layer, worker in itertools.product(layers, self.workers):
+            worker.save_kv_layer(layer, None)
         return sampled
 
     def end_pass(self) -> None:
         """Check all pages once the saves have read them, and give back what windows have passed."""
         self.check()
         for request, end in self._computed.items():
-            if self._has_groups:
-                self._cache.pass_windows(request, end)
-                self._cache.replace_pages(request)
+            if self.has_groups:
+                self.cache.pass_windows(request, end)
+                self.cache.replace_pages(request)
         self._computed = {}
 
     def read(self, request: LlmRequest, end: int) -> None:
@@ -410,8 +404,8 @@ class Model:
 
         Without those that the windows of a token at `history` do not reach.
         """
-        for group, pages in enumerate(self._cache.pages_of(request)):
-            live = max(first, self._cache.first_live(group, history))
+        for group, pages in enumerate(self.cache.pages_of(request)):
+            live = max(first, self.cache.first_live(group, history))
             for block in range(live, -(-end // BLOCK)):
                 yield group, block, pages[block]
 

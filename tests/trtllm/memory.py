@@ -60,20 +60,13 @@ FLAT = Shape(name="flat", groups=(GroupShape(layers=(0, 1)),))
 HEADS = Shape(name="heads", groups=(GroupShape(layers=(0, 1, 2)),), num_heads=8)
 MLA = Shape(name="mla", groups=(GroupShape(layers=(0, 1, 2), own=("key",)),))
 WINDOWED = Shape(
-    name="windowed",
-    groups=(
-        GroupShape(layers=(0, 2), gap=16),
-        GroupShape(layers=(1, 3), window=8),
-    ),
+    name="windowed", groups=(GroupShape(layers=(0, 2), gap=16), GroupShape(layers=(1, 3), window=8))
 )
 ALL_WINDOWS = Shape(
     name="all-windows",
     groups=(GroupShape(layers=(0,), window=6), GroupShape(layers=(1,), window=16)),
 )
-REPLICATED = Shape(
-    name="replicated",
-    groups=(GroupShape(layers=(0, 1), shared=("index_key",)),),
-)
+REPLICATED = Shape(name="replicated", groups=(GroupShape(layers=(0, 1), shared=("index_key",)),))
 
 
 def with_dtype(dtype: torch.dtype) -> Shape:

@@ -9,15 +9,7 @@ import pytest
 from kvray.errors import ConfigError
 from tests.trtllm.conftest import PROMPT
 from tests.trtllm.engine import Engine
-from tests.trtllm.memory import (
-    ALL_WINDOWS,
-    BLOCK,
-    REPLICATED,
-    WINDOWED,
-    GroupShape,
-    Memory,
-    Shape,
-)
+from tests.trtllm.memory import ALL_WINDOWS, BLOCK, REPLICATED, WINDOWED, GroupShape, Memory, Shape
 from tests.trtllm.version import WITH_GROUPS, GroupManager, on
 
 SEVERAL = Shape(
@@ -142,8 +134,6 @@ def test_bytes_that_all_ranks_share_are_stored_once(make_engine):
     cold = make_engine(shape=REPLICATED, num_ranks=2)
     cold.serve(PROMPT)
     cold.close()
-    assert [one._rank.shared.figures.totals["stored_blocks"] for one in cold.workers] == [
-        2 * 10,
-        10,
-    ]
+    counts = [one._rank.shared.figures.totals["stored_blocks"] for one in cold.workers]
+    assert counts == [2 * 10, 10]
     assert make_engine(shape=REPLICATED, num_ranks=2).serve(PROMPT).num_hit == 36

@@ -23,6 +23,8 @@ from tests.trtllm.memory import BLOCK, NO_PAGE, GroupShape, Shape
 from tests.trtllm.version import WITH_GROUPS, on
 from tests.waiting import Gate, wait_for
 
+LONG = list(range(300, 400))
+"""A prompt that gets pages which have gone."""
 WINDOW = 8
 ONE_WINDOW: dict[str, Any] = {
     "shape": Shape(name="one-window", groups=(GroupShape(layers=(0, 1), window=WINDOW),)),
@@ -72,7 +74,7 @@ def test_pages_that_equal_ones_replace_are_not_saved_when_a_tier_comes(
     cold.submit(PROMPT, max_new=9)
     cold.step()
     assert replaced
-    cold.submit(list(range(300, 400)), max_new=5)
+    cold.submit(LONG, max_new=5)
     cold.step()  # it has the pages that were replaced
     tier_comes.set()
     cold.finish()
@@ -96,7 +98,7 @@ def test_pages_that_equal_ones_replace_are_saved_before_others_get_them(
         opens.start()
         while not replaced:
             cold.step()
-        cold.submit(list(range(300, 400)), max_new=5)
+        cold.submit(LONG, max_new=5)
         for _ in range(3):
             cold.step()
         opens.join()
@@ -173,7 +175,7 @@ def test_pages_of_a_finished_request_are_overwritten_once_they_are_saved(
             own |= set(cold.cache.pages_of(twin)[0])
             cold.step()
         assert gate.reached.wait(5)
-        other = cold.submit(list(range(300, 400)), max_new=3)
+        other = cold.submit(LONG, max_new=3)
         opens = threading.Timer(0.3, gate.open.set)
         opens.start()
         cold.step()
@@ -195,10 +197,10 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
         if held is None:
             return
         digests = [request.digest(at) for at in range(len(request.get_tokens(0)) - 1)]
-        if not self._is_partial:
+        if not self.is_partial:
             del digests[len(digests) // BLOCK * BLOCK :]
         for group, pages in enumerate(held):
-            self._pools[group].remember(digests, pages, namespace=None, keep_tail=self._is_partial)
+            self._pools[group].remember(digests, pages, namespace=None, keep_tail=self.is_partial)
             self._release(group, pages)
 
     monkeypatch.setattr(Cache, "free_resources", free_as_if_computed)
@@ -219,7 +221,13 @@ def serve_wrong(engine: Any, prompt: list[int]) -> None:
     engine.model.corrupt_rows = 0
 
 
-@on("v1_2", "v1_3rc")
+EARLY_VERSIONS = on("v1_2", "v1_3rc")
+PARTIAL: dict[str, Any] = {"is_flat": True, "cache": {"enable_partial_reuse": True}}
+SYSTEM = PROMPT[: 3 * BLOCK + 2]
+OTHER, NEXT, MORE = (list(range(at, at + 20)) for at in (600, 700, 800))
+
+
+@EARLY_VERSIONS
 @pytest.mark.parametrize("named", ["before", "later", "with its weights"])
 def test_what_follows_pages_that_a_cancelled_prompt_left_unwritten_is_not_saved(
     make_engine, unwritten, named
@@ -246,7 +254,7 @@ def test_what_follows_pages_that_a_cancelled_prompt_left_unwritten_is_not_saved(
     assert reader.serve(other.get_tokens(0)).num_hit >= 32, "others are saved as ever"
 
 
-@on("v1_2", "v1_3rc")
+@EARLY_VERSIONS
 def test_what_follows_the_text_of_a_cancelled_prompt_with_media_is_not_saved(
     make_engine, unwritten
 ):
@@ -258,33 +266,29 @@ def test_what_follows_the_text_of_a_cancelled_prompt_with_media_is_not_saved(
     make_engine(is_flat=True).serve([*PROMPT, 1, 2, 3])
 
 
-@on("v1_2", "v1_3rc")
+@EARLY_VERSIONS
 def test_a_block_begun_by_unwritten_tokens_of_a_cancelled_prompt_is_not_saved(
     make_engine, unwritten
 ):
-    partial: dict[str, Any] = {"is_flat": True, "cache": {"enable_partial_reuse": True}}
-    engine = make_engine(chunk=3 * BLOCK, **partial)
-    cancel(engine, [*PROMPT[: 3 * BLOCK + 2], 1])
-    serve_wrong(engine, [*PROMPT[: 3 * BLOCK + 2], *range(600, 620)])
+    engine = make_engine(chunk=3 * BLOCK, **PARTIAL)
+    cancel(engine, [*SYSTEM, 1])
+    serve_wrong(engine, [*SYSTEM, *OTHER])
     engine.close()
-    make_engine(**partial).serve([*PROMPT[: 3 * BLOCK + 2], *range(600, 630)])
+    make_engine(**PARTIAL).serve([*SYSTEM, *OTHER, *OTHER])
 
 
-@on("v1_2", "v1_3rc")
+@EARLY_VERSIONS
 def test_what_shares_no_unwritten_token_with_a_cancelled_prompt_is_saved(make_engine, unwritten):
-    partial: dict[str, Any] = {"is_flat": True, "cache": {"enable_partial_reuse": True}}
-    engine = make_engine(chunk=3 * BLOCK, **partial)
-    system = PROMPT[: 3 * BLOCK + 2]
-    engine.serve([*system, *range(700, 720)], max_new=4)
-    cancel(engine, [*system, *range(800, 820)])
-    longer = [*system, *range(600, 620)]
-    engine.serve(longer, max_new=4)
+    engine = make_engine(chunk=3 * BLOCK, **PARTIAL)
+    engine.serve([*SYSTEM, *NEXT], max_new=4)
+    cancel(engine, [*SYSTEM, *MORE])
+    engine.serve([*SYSTEM, *OTHER], max_new=4)
     engine.close()
-    reader = make_engine(**partial)
-    assert reader.serve([*longer, 1, 2]).num_hit >= len(longer) - BLOCK
+    hit = make_engine(**PARTIAL).serve([*SYSTEM, *OTHER, 1, 2]).num_hit
+    assert hit >= len([*SYSTEM, *OTHER]) - BLOCK
 
 
-@on("v1_2", "v1_3rc")
+@EARLY_VERSIONS
 @pytest.mark.parametrize("is_partial", [False, True], ids=["whole_blocks", "parts"])
 @pytest.mark.parametrize("is_overlapped", [False, True], ids=["in_turn", "overlapped"])
 def test_what_a_prompt_has_computed_that_is_cancelled_behind_its_pass_is_saved_with_what_follows(
@@ -295,39 +299,35 @@ def test_what_a_prompt_has_computed_that_is_cancelled_behind_its_pass_is_saved_w
     victim = engine.submit(PROMPT, max_new=9)
     engine.step()
     engine.kill(victim)
-    longer = [*PROMPT, *range(600, 620)]
-    engine.serve(longer, max_new=3)
+    engine.serve([*PROMPT, *OTHER], max_new=3)
     assert engine.totals["local_tokens"] >= len(PROMPT) - BLOCK, "it goes on from the victim"
     engine.close()
     assert engine.totals["dropped_blocks"] == 0
-    assert make_engine(**options).serve(longer).num_hit == len(longer) - BLOCK
+    assert make_engine(**options).serve([*PROMPT, *OTHER]).num_hit == len(PROMPT) + 20 - BLOCK
 
 
-@on("v1_2", "v1_3rc")
+@EARLY_VERSIONS
 def test_a_turn_is_saved_that_begins_beside_a_prompt_of_the_same_system(make_engine):
     """The block where the new prompt begins to compute begins like one that the turn reuses."""
     engine = make_engine(is_flat=True)
-    system = PROMPT[: 3 * BLOCK + 2]
-    engine.serve([*system, *range(700, 720)], max_new=3)
-    engine.submit([*system, *range(800, 820)], max_new=3)
-    turn = [*system, *range(700, 720), *range(600, 620)]
+    engine.serve([*SYSTEM, *NEXT], max_new=3)
+    engine.submit([*SYSTEM, *MORE], max_new=3)
+    turn = [*SYSTEM, *NEXT, *OTHER]
     engine.submit(turn, max_new=3)
     engine.finish()
     assert make_engine(is_flat=True).serve(turn).num_hit == (len(turn) - 1) // BLOCK * BLOCK
 
 
-@on("v1_2", "v1_3rc")
+@EARLY_VERSIONS
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_a_prompt_that_goes_on_from_one_of_the_pass_before_is_saved(make_engine, is_overlapped):
     engine = make_engine(is_flat=True, is_overlapped=is_overlapped)
-    longer = [*PROMPT, *range(600, 620)]
-    engine.submit(PROMPT, max_new=3)
-    engine.step()
-    engine.submit([*PROMPT, *range(700, 720)], max_new=3)
-    engine.step()
-    engine.submit(longer, max_new=3)
+    for prompt in (PROMPT, [*PROMPT, *NEXT], [*PROMPT, *OTHER]):
+        engine.submit(prompt, max_new=3)
+        engine.step()
     engine.finish()
-    assert make_engine(is_flat=True).serve(longer).num_hit >= len(longer) - 2 * BLOCK
+    hit = make_engine(is_flat=True).serve([*PROMPT, *OTHER]).num_hit
+    assert hit >= len([*PROMPT, *OTHER]) - 2 * BLOCK
 
 
 @pytest.fixture
@@ -350,7 +350,7 @@ def stored_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cache, "update_resources", store_and_update)
 
 
-@on("v1_2", "v1_3rc")
+@EARLY_VERSIONS
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_what_was_computed_behind_unwritten_tokens_is_not_saved_by_those_who_reuse_it(
     make_engine, stored_early, is_overlapped
@@ -360,12 +360,11 @@ def test_what_was_computed_behind_unwritten_tokens_is_not_saved_by_those_who_reu
     for _ in range(1 + is_overlapped):
         engine.step()
     assert slow.is_in_context
-    longer = [*PROMPT, *range(600, 620)]
-    serve_wrong(engine, longer)
-    serve_wrong(engine, [*longer, *range(700, 720)])
+    serve_wrong(engine, [*PROMPT, *OTHER])
+    serve_wrong(engine, [*PROMPT, *OTHER, *NEXT])
     engine.close()
     reader = make_engine(is_flat=True)
-    assert reader.serve([*longer, *range(700, 730)]).num_hit >= len(PROMPT) - BLOCK
+    assert reader.serve([*PROMPT, *OTHER, *NEXT, 1]).num_hit >= len(PROMPT) - BLOCK
 
 
 @on("v1_2")
