@@ -1,5 +1,6 @@
 """A new engine loads the blocks that another has computed, byte for byte."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,25 +65,18 @@ def test_bytes_of_every_kind_come_back(make_warm, shape):
     assert make_warm(shape=shape).serve(PROMPT, max_new=6).num_hit == 36
 
 
-def test_several_requests_of_one_batch_load_their_own(make_engine):
-    prompts = [PROMPT, PROMPT[:17], [*PROMPT[:8], *range(9)], list(range(30))]
-    assert prefill_all(make_engine(max_batch=8), prompts, max_new=5) == [0] * 4
-    assert prefill_all(make_engine(max_batch=8), prompts, max_new=5) == [36, 16, 16, 28]
-
-
 def test_engines_that_run_at_once_load_what_the_other_has_computed(make_engine, shard):
     engines = [make_engine(chunk=8), make_engine(chunk=8)]
-    requests = []
-    before = shard.status()["arena"]["blocks"]
+    hits, before = [], shard.status()["arena"]["blocks"]
     for turn in range(12):
-        prompt = [turn // 2, *PROMPT]
-        requests.append(engines[turn % 2].submit(prompt, max_new=3))
+        request = engines[turn % 2].submit([turn // 2, *PROMPT], max_new=3)
         for engine in (*engines, *engines):
             engine.step()
         engines[turn % 2].run()
+        hits.append(request.num_hit)
         blocks = before + 10 * (turn // 2 + 1)
         wait_for(lambda blocks=blocks: shard.status()["arena"]["blocks"] >= blocks)
-    assert [request.num_hit for request in requests] == [0, 40] * 6
+    assert hits == [0, 40] * 6
 
 
 def test_an_engine_with_fewer_pages_than_its_requests_need_reuses_them_all(make_engine):
@@ -187,8 +181,6 @@ def test_retention_priorities_arrive_with_the_blocks(make_engine, stored, versio
 
 PROMPTS = [list(range(at, at + 30 + at // 100)) for at in range(100, 900, 100)]
 WHOLE = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
-
-
 SENDING = {
     "disable_overlap_scheduler": True,
     "cache_transceiver_config": SimpleNamespace(backend="DEFAULT"),
@@ -216,14 +208,17 @@ def drafting(make_engine: MakeEngine, draft_len: int, **options: Any) -> Engine:
     return make_engine(is_flat=True, draft_len=draft_len, **options)
 
 
-@pytest.mark.parametrize("draft_len", [1, 3, 7])
-@pytest.mark.parametrize("chunk", [None, 2 * BLOCK])
-def test_engines_load_the_prompts_that_a_drafting_one_has_computed(make_engine, draft_len, chunk):
-    cold = drafting(make_engine, draft_len, chunk=chunk)
+@pytest.mark.parametrize(
+    ("draft_len", "options"),
+    [*itertools.product((1, 3, 7), ({}, {"chunk": 2 * BLOCK})), (3, {"num_ranks": 2})],
+    ids=str,
+)
+def test_engines_load_the_prompts_that_a_drafting_one_has_computed(make_engine, draft_len, options):
+    cold = drafting(make_engine, draft_len, **options)
     prefill_all(cold, PROMPTS, max_new=20)
     assert cold.model.num_accepted > 0
-    assert prefill_all(make_engine(is_flat=True), PROMPTS) == WHOLE
-    assert prefill_all(drafting(make_engine, draft_len), PROMPTS, max_new=20) == WHOLE
+    assert prefill_all(make_engine(is_flat=True, **options), PROMPTS) == WHOLE
+    assert prefill_all(drafting(make_engine, draft_len, **options), PROMPTS, max_new=20) == WHOLE
 
 
 def test_blocks_of_drafted_answers_are_stored_by_the_next_turn(make_engine):
@@ -234,12 +229,6 @@ def test_blocks_of_drafted_answers_are_stored_by_the_next_turn(make_engine):
     assert prefill_all(drafting(make_engine, 7, num_pages=80), turns) == told
     whole = [(len(turn) - 1) // BLOCK * BLOCK for turn in turns]
     assert prefill_all(make_engine(is_flat=True), turns) == whole
-
-
-def test_ranks_that_draft_load_their_own_bytes(make_engine):
-    engines = [drafting(make_engine, 3, num_ranks=2) for _ in range(2)]
-    assert prefill_all(engines[0], PROMPTS[:1], max_new=9) == [0]
-    assert prefill_all(engines[1], PROMPTS[:1], max_new=9) == WHOLE[:1]
 
 
 def serve_all(engine: Engine, prompts: list[list[int]], **named: Any) -> list[LlmRequest]:

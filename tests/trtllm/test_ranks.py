@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvray.store.arena.layout import READY
-from tests.trtllm.conftest import PROMPT
+from tests.trtllm.conftest import PROMPT, MakeEngine
 from tests.trtllm.engine import Engine
-from tests.trtllm.memory import FLAT, HEADS, MLA, GroupShape, with_dtype
+from tests.trtllm.memory import BLOCK, FLAT, HEADS, MLA, GroupShape, with_dtype
 from tests.trtllm.version import WITH_GROUPS, on
 from tests.waiting import wait_for
 
@@ -57,7 +57,7 @@ def test_metadata_has_8_bytes_a_block_and_rank_and_32_for_a_key_that_is_saved(
         engine.close()
         return max(engine.ranks.sent)
 
-    blocks = len(LONG) // 4
+    blocks = len(LONG) // BLOCK
     assert most_of(LONG, 0) <= CONSTANT_BYTES + (32 + 8 * num_ranks) * blocks
     loaded = most_of(LONG, len(LONG) - 4)
     assert loaded <= CONSTANT_BYTES + 8 * blocks * num_ranks
@@ -77,8 +77,11 @@ def test_owners_under_attention_dp_share_what_each_has_computed(make_engine):
 
 
 HIT = 36
-SIZES = [1, 2, 4]
-PAIRS = [(one, other) for one in SIZES for other in SIZES if one != other]
+PAIRS = [
+    *((1, 2, "auto"), (1, 4, "always"), (2, 1, "never")),
+    *((2, 4, "auto"), (4, 1, "always"), (4, 2, "never")),
+]
+"""How many ranks store, how many load, and whether these verify checksums."""
 typed = on("v1_2", "v1_3rc", "main_line")
 """Versions whose layout says of which type its elements are, or that hand over a tensor."""
 
@@ -87,70 +90,69 @@ def resliced(engine: Engine) -> int:
     return int(engine.totals["resliced_tokens"])
 
 
+@pytest.fixture
+def sized(make_engine: MakeEngine) -> MakeEngine:
+    """Make engines of so many ranks, which share out heads."""
+    return lambda num_ranks, **options: make_engine(shape=HEADS, num_ranks=num_ranks, **options)
+
+
 @typed
-@pytest.mark.parametrize(("stored_by", "read_by"), PAIRS)
-def test_what_one_size_has_stored_another_loads(on_device, make_engine, stored, stored_by, read_by):
+@pytest.mark.parametrize(("stored_by", "read_by", "verify"), PAIRS)
+def test_what_one_size_has_stored_another_loads(
+    on_device, sized, stored, monkeypatch, stored_by, read_by, verify
+):
+    monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", verify)
     stored(shape=HEADS, num_ranks=stored_by, chunk=12)
-    warm = make_engine(shape=HEADS, num_ranks=read_by, chunk=12)
+    warm = sized(read_by, chunk=12)
     assert warm.serve(PROMPT, max_new=9).num_hit == HIT
     assert resliced(warm) == HIT
 
 
 @typed
-def test_what_was_loaded_is_stored_in_the_engine_s_own_way(make_engine, stored):
+def test_what_was_loaded_is_stored_in_the_engine_s_own_way(sized, stored):
     stored(shape=HEADS)
-    middle = make_engine(shape=HEADS, num_ranks=2)
-    longer = [*PROMPT, *range(20)]
+    middle, longer = sized(2), [*PROMPT, *range(20)]
     assert middle.serve(longer).num_hit == 40
     middle.close()
-    last = make_engine(shape=HEADS, num_ranks=2)
+    last = sized(2)
     assert last.serve(longer).num_hit == 56
     assert resliced(last) == 0
 
 
 @typed
-def test_the_longest_prefix_counts_whoever_has_stored_it(make_engine):
-    narrow, wide = make_engine(shape=HEADS, num_ranks=4), make_engine(shape=HEADS)
+def test_the_longest_prefix_counts_whoever_has_stored_it(sized):
+    narrow, wide = sized(4), sized(1)
     narrow.serve(PROMPT[:17])
     wide.serve(PROMPT[:29])
     narrow.close()
-    reader = make_engine(shape=HEADS, num_ranks=4)
+    reader = sized(4)
     assert reader.serve(PROMPT).num_hit == 28
-    own = make_engine(shape=HEADS, num_ranks=4)
+    own = sized(4)
     assert own.serve(PROMPT).num_hit == HIT
     assert (resliced(reader), resliced(own)) == (28, 0)
 
 
 @typed
-def test_what_the_engine_has_itself_is_not_loaded(make_engine):
-    make_engine(shape=HEADS, num_ranks=2).serve(PROMPT)
-    engine = make_engine(shape=HEADS, num_ranks=4)
+def test_what_the_engine_has_itself_is_not_loaded(sized, stored):
+    stored(shape=HEADS, num_ranks=2)
+    engine = sized(4)
     engine.serve(PROMPT[:9])
     assert engine.serve(PROMPT).num_hit == HIT - 8
 
 
 @typed
-@pytest.mark.parametrize("verify", ["always", "never"])
-def test_loads_are_checked_as_others_are(make_engine, stored, monkeypatch, verify):
-    monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", verify)
-    stored(shape=HEADS, num_ranks=2)
-    assert make_engine(shape=HEADS, num_ranks=4).serve(PROMPT).num_hit == HIT
+def test_salts_keep_requests_of_all_sizes_apart(sized, stored, version):
+    mine, other = (7, 8) if version.salt_field == "cache_salt_id" else ("mine", "other")
+    stored(shape=HEADS, fields={version.salt_field: mine})
+    warm = sized(2)
+    hits = [warm.serve(PROMPT, **{version.salt_field: salt}).num_hit for salt in (None, other)]
+    assert hits == [0, 0]
+    assert sized(2).serve(PROMPT, **{version.salt_field: mine}).num_hit == HIT
 
 
 @typed
-def test_salts_keep_requests_of_all_sizes_apart(make_engine):
-    cold, warm = make_engine(shape=HEADS), make_engine(shape=HEADS, num_ranks=2)
-    name = cold.version.salt_field
-    mine, other = (7, 8) if name == "cache_salt_id" else ("mine", "other")
-    cold.serve(PROMPT, **{name: mine})
-    assert warm.serve(PROMPT).num_hit == 0
-    assert warm.serve(PROMPT, **{name: other}).num_hit == 0
-    assert make_engine(shape=HEADS, num_ranks=2).serve(PROMPT, **{name: mine}).num_hit == HIT
-
-
-@typed
-def test_a_corrupt_block_of_another_size_shortens_the_hit(make_engine):
-    cold, warm = make_engine(shape=HEADS, num_ranks=2), make_engine(shape=HEADS)
+def test_a_corrupt_block_of_another_size_shortens_the_hit(sized):
+    cold, warm = sized(2), sized(1)
     cold.serve(PROMPT)
     tables = cold.arena.tables
     wait_for(lambda: (tables.slot_state == READY).sum() == 20, "the saves")
@@ -184,18 +186,17 @@ def test_what_cannot_be_cut_by_heads_is_not_shared(make_engine, version, what):
 @pytest.mark.parametrize(
     ("num_heads", "hits"), [(None, [HIT, HIT]), (6, [HIT, 0]), ([8, 8, 4], [0, 0])]
 )
-def test_the_checkpoint_s_heads_decide(make_engine, tmp_path, num_heads, hits):
+def test_the_checkpoint_s_heads_decide(sized, stored, tmp_path, num_heads, hits):
     """Of 6 heads 4 ranks cannot have as many each, and layers that differ are not cut."""
     config = {"num_hidden_layers": 3, "num_key_value_heads": num_heads}
     written = {name: value for name, value in config.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(written))
-    make_engine(shape=HEADS, model=str(tmp_path)).serve(PROMPT)
-    others = [make_engine(shape=HEADS, num_ranks=size, model=str(tmp_path)) for size in (2, 4)]
+    stored(shape=HEADS, model=str(tmp_path))
+    others = [sized(num_ranks, model=str(tmp_path)) for num_ranks in (2, 4)]
     assert [engine.serve(PROMPT).num_hit for engine in others] == hits
 
 
 @on("feature_branch")
-def test_a_cache_without_a_dtype_is_not_cut(make_engine, stored):
+def test_a_cache_without_a_dtype_is_not_cut(sized, stored):
     stored(shape=HEADS)
-    assert make_engine(shape=HEADS).serve(PROMPT).num_hit == HIT
-    assert make_engine(shape=HEADS, num_ranks=2).serve(PROMPT).num_hit == 0
+    assert [sized(num_ranks).serve(PROMPT).num_hit for num_ranks in (1, 2)] == [HIT, 0]
