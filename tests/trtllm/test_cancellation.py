@@ -63,24 +63,19 @@ def test_a_batch_that_was_loaded_for_and_put_off_comes_back(make_warm):
     assert warm.serve(PROMPT, max_new=4).num_hit == 36
 
 
-def test_ends_are_announced_twice_and_for_the_unknown(make_engine):
+def test_ends_and_reports_of_the_unknown_are_passed_over_as_are_second_ends(make_engine, version):
     engine = make_engine()
     request = engine.serve(PROMPT)
-    for _ in range(2):
-        assert not engine.manager.request_finished(request, [[]])
-    assert not engine.manager.request_finished(engine.submit([1, 2, 3]), [[]])
+    for one in (request, request, engine.submit([1, 2, 3])):
+        assert not engine.manager.request_finished(one, [[]])
     engine.run()
-
-
-def test_reports_of_the_unknown_are_passed_over(make_engine, version):
-    engine = make_engine()
     unknown = version.RequestData(2**40, [1, 2, 3, 4, 5], [1, 2], 0, 5)
     engine.manager._scheduler_output = version.SchedulerOutput(
         new_requests=[unknown], cached_requests=[unknown]
     )
     engine.manager.handle_metadata()
     engine.ranks.start_load_kv(None)
-    assert engine.serve(PROMPT).num_hit == 0
+    assert engine.serve(PROMPT[::-1]).num_hit == 0
 
 
 def test_ids_are_returned_once_each_also_unknown_ones(make_engine):

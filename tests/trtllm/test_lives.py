@@ -195,13 +195,8 @@ def test_nothing_is_saved_of_a_second_life_that_nobody_asked_about(make_engine, 
     cold.step()
     cold.at.clear()
     others = list(range(500, 540))
-    cold.submit(
-        others,
-        max_new=9,
-        request_id=first.request_id,
-        is_generation_only_request=True,
-        cache_salt="other",
-    )
+    fields = {"is_generation_only_request": True, "cache_salt": "other"}
+    cold.submit(others, max_new=9, request_id=first.request_id, **fields)
     cold.finish()
     warm = make_engine()
     assert [warm.serve(prompt).num_hit for prompt in (PROMPT, others)] == [0, 0]

@@ -67,8 +67,6 @@ class Version:
     def __init__(self, name: str) -> None:
         self.name = name
         self.table = table = TABLES[name]
-        self.number: str = table["version"]
-        self.module_path: str = table["module"]
         self.has_groups = "KvCacheLayout" in table["records"]
         self.resolves_late = "cancel_load" in table["scheduler"]["default"]
         self.has_hashes = "block_hashes" in table["records"]["RequestData"]
@@ -218,14 +216,14 @@ def installed(name: str) -> Iterator[Version]:
 
 def _packages(version: Version) -> dict[str, ModuleType]:
     """Return the package, down to the module that a connector imports."""
-    *parents, _ = parts = version.module_path.split(".")
+    *parents, _ = parts = version.table["module"].split(".")
     paths = [".".join(parts[: count + 1]) for count in range(len(parts))]
     modules = {path: ModuleType(path) for path in (*paths, "tensorrt_llm._utils")}
     for path in paths[: len(parents)]:
         modules[path].__path__ = []
-    vars(modules["tensorrt_llm"])["__version__"] = version.number
+    vars(modules["tensorrt_llm"])["__version__"] = version.table["version"]
     vars(modules["tensorrt_llm._utils"])["mpi_rank"] = lambda: 0
-    vars(modules[version.module_path]).update(version.exports)
+    vars(modules[paths[-1]]).update(version.exports)
     return modules
 
 
