@@ -39,14 +39,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield made
 
 
+def start(model: str | Path = "tiny", **options: Any) -> ReferenceEngine:
+    defaults: dict[str, Any] = {"tokens_per_block": BLOCK, "num_blocks": 64, "poison": True}
+    return ReferenceEngine(model, **{**defaults, **options})
+
+
 @pytest.fixture
 def make_engine() -> Iterator[MakeEngine]:
     """Return a maker of engines that end with the test."""
     engines: list[ReferenceEngine] = []
 
     def make(**options: Any) -> ReferenceEngine:
-        defaults: dict[str, Any] = {"tokens_per_block": BLOCK, "num_blocks": 64, "poison": True}
-        engines.append(ReferenceEngine("tiny", **{**defaults, **options}))
+        engines.append(start(**options))
         return engines[-1]
 
     yield make
@@ -84,9 +88,7 @@ def make_joined(make_engine: MakeEngine, tier: Tier) -> MakeEngine:
 @pytest.fixture(scope="session")
 def expected() -> Iterator[Expected]:
     """Return a function that answers without reuse, connector, chunks, batch or overlap."""
-    with ReferenceEngine(
-        "tiny", tokens_per_block=BLOCK, num_blocks=64, enable_block_reuse=False
-    ) as engine:
+    with start(enable_block_reuse=False) as engine:
         known: dict[Any, tuple[int, ...]] = {}
 
         def answer(prompt: list[int], max_tokens: int = 16) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from kvray.reference.executor import find_drafts
 from kvray.reference.model import TINY_CONFIG, make_random_weights
 from kvray.reference.output import Output
 from kvray.reference.request import LlmRequest
-from tests.engine import fake_connector
+from tests.engine import conftest, fake_connector
 from tests.engine.conftest import make_prompt
 from tests.engine.fake_connector import CONFIG
 from tests.tiny_checkpoint import save_checkpoint
@@ -66,13 +66,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def start(model: Path, max_draft_len: int = 0, **options: Any) -> ReferenceEngine:
-    defaults: dict[str, Any] = {
-        "tokens_per_block": BLOCK,
-        "num_blocks": 3 * FEWEST_BLOCKS,
-        "num_threads": 1,
-        "poison": True,
-    }
-    return ReferenceEngine(model, max_draft_len=max_draft_len, **{**defaults, **options})
+    defaults = {"tokens_per_block": BLOCK, "num_blocks": 3 * FEWEST_BLOCKS, "num_threads": 1}
+    return conftest.start(model, max_draft_len=max_draft_len, **{**defaults, **options})
 
 
 @pytest.fixture(scope="module")

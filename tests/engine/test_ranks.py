@@ -12,7 +12,7 @@ import pytest
 
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.engine import ReferenceEngine
-from tests.engine import fake_connector
+from tests.engine import conftest, fake_connector
 from tests.engine.conftest import BLOCK, check, make_prompt, wait_for_the_end_of_its_child
 from tests.engine.fake_connector import CONFIG, State, journal_path
 from tests.waiting import wait_for
@@ -32,14 +32,8 @@ LEADERS_OWN = {
 def start(size: int, model: str | Path = "tiny", **options: Any) -> ReferenceEngine:
     """Return an engine of so many ranks; the record of the leader's connector is empty."""
     fake_connector.reset()
-    defaults: dict[str, Any] = {
-        "tokens_per_block": BLOCK,
-        "num_blocks": 16,
-        "num_threads": 1,
-        "poison": True,
-        "connector": CONFIG,
-    }
-    return ReferenceEngine(model, tensor_parallel_size=size, **{**defaults, **options})
+    defaults: dict[str, Any] = {"num_blocks": 16, "num_threads": 1, "connector": CONFIG}
+    return conftest.start(model, tensor_parallel_size=size, **{**defaults, **options})
 
 
 @pytest.fixture(scope="module")
