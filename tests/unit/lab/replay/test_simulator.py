@@ -5,7 +5,6 @@ A shard's curve is drawn beside full replays.
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,8 +39,14 @@ each_admission = pytest.mark.parametrize("admission", ADMISSIONS)
 
 
 def compared(policies: Sequence[str], host_blocks: Sequence[int], **disk: Any) -> Comparison:
-    plan = Plan(policies=policies, host_blocks=host_blocks, **disk)
-    return compare(excerpt(SYNTHETIC), plan)
+    """Return runs of an excerpt, all of which were counted on their way."""
+    plan, seen = Plan(policies=policies, host_blocks=host_blocks, **disk), list[tuple[int, int]]()
+    found = compare(
+        excerpt(SYNTHETIC), plan, progress=lambda _, done, total: seen.append((done, total))
+    )
+    num_runs = len(host_blocks) + len(found.outcomes)
+    assert seen == [(done, num_runs) for done in range(num_runs)]
+    return found
 
 
 def names(found: Comparison) -> list[tuple[int, str, str | None]]:
@@ -53,12 +58,16 @@ def test_lru_is_replayed_at_each_size_whether_it_is_asked_for_or_not():
     assert names(compared(["gittins"], [300, 1000])) == runs
 
 
-def test_with_a_disk_lru_that_writes_everything_is_the_baseline():
-    found = compared(["lru"], [300], nvme_blocks=1000, admissions=["twice"])
-    assert names(found) == [(300, "lru", "all"), (300, "lru", "twice")]
-    everything, twice = found.outcomes
+def test_with_a_disk_lru_that_writes_everything_is_the_baseline_and_belady_has_one_tier():
+    found = compared(["lru"], [100, 300], nvme_blocks=1000, admissions=["twice"])
+    runs = [(size, "lru", name) for size in (100, 300) for name in ("all", "twice")]
+    assert names(found) == runs
+    small, everything, twice = found.outcomes[1:]
     assert everything.write_share == 1
     assert twice.write_share == twice.nvme_written_blocks / everything.nvme_written_blocks < 1
+    assert found.belady[300] == belady(excerpt(SYNTHETIC), 1300)
+    mean = pytest.approx((small.gain + twice.gain) / 2)
+    assert found.mean_gains() == {("lru", "all"): 0, ("lru", "twice"): mean}
 
 
 def test_gain_is_0_for_lru_and_1_for_belady_and_none_where_that_finds_no_more_than_lru():
@@ -69,39 +78,6 @@ def test_gain_is_0_for_lru_and_1_for_belady_and_none_where_that_finds_no_more_th
     assert ours.gain == (ours.hit_blocks - least) / (most - least) > 0
     assert last.gain is None
     assert found.mean_gains()["gittins", None] == ours.gain
-
-
-def test_the_mean_gain_is_that_of_one_policy_and_admission():
-    disk = {"nvme_blocks": 300, "admissions": ["all", "twice"]}
-    found = compared(["lru", "gittins"], [100, 300], **disk)
-    gains = [one.gain for one in found.outcomes if one.title == "gittins + twice"]
-    assert found.mean_gains()["gittins", "twice"] == pytest.approx(sum(gains) / len(gains))
-    assert found.mean_gains()["lru", "all"] == 0
-
-
-def test_with_a_disk_belady_has_one_tier_as_large_as_both():
-    found = compared([], [300], nvme_blocks=700, admissions=["all"])
-    assert found.belady[300] == belady(excerpt(SYNTHETIC), 1000)
-
-
-def test_progress_counts_all_runs():
-    seen: list[tuple[str, int, int]] = []
-    plan = Plan(policies=["gittins"], host_blocks=[100, 300])
-    compare(excerpt(CONVERSATION), plan, progress=lambda *step: seen.append(step))
-    assert [step[1:] for step in seen] == [(done, 6) for done in range(6)]
-    assert (seen[0][0], seen[-1][0]) == ("Belady, 100 blocks", "gittins, 300 blocks")
-
-
-NOTHING = Outcome(policy="lru", host_blocks=0, refs=0, prompt_tokens=0, hit_blocks=0, hit_tokens=0)
-
-
-def test_an_outcome_has_its_ratios_also_where_there_is_nothing():
-    some = {"refs": 100, "hit_blocks": 25, "prompt_tokens": 1000, "hit_tokens": 200}
-    found = replace(NOTHING, **some, nvme_hit_blocks=10, nvme_written_blocks=30, seconds=0.5)
-    assert (found.hit_ratio, found.token_hit_ratio) == (0.25, 0.2)
-    assert (found.written_per_hit, found.refs_per_s) == (3.0, 200.0)
-    assert (NOTHING.hit_ratio, NOTHING.token_hit_ratio, NOTHING.refs_per_s) == (0, 0, 0)
-    assert NOTHING.written_per_hit is None
 
 
 def belady_by_block(trace: Trace, num_blocks: int) -> int:
@@ -130,21 +106,6 @@ def next_use(paths: list[list[int]], now: int, block: int) -> tuple[int, int, in
     return len(paths), block, block
 
 
-def optimum(trace: Trace, num_blocks: int) -> int:
-    """Return the most hits of single blocks, by looking at every choice there is."""
-    best = {frozenset[int](): 0}
-    for block in trace.ids.tolist():
-        after: dict[frozenset[int], int] = {}
-        for cached, before in best.items():
-            hits = before + (block in cached)
-            both = cached | {block}
-            kept = [both] if len(both) <= num_blocks else [both - {one} for one in both]
-            for one in kept:
-                after[one] = max(after.get(one, 0), hits)
-        best = after
-    return max(best.values())
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_belady_is_that_of_single_blocks_leaf_first(seed):
     trace = random_trace(seed)
@@ -152,58 +113,40 @@ def test_belady_is_that_of_single_blocks_leaf_first(seed):
         assert belady(trace, num_blocks).hit_blocks == belady_by_block(trace, num_blocks)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_no_choice_of_what_to_keep_has_more_hits_than_belady(seed):
-    trace = random_trace(seed, num_requests=12)
-    for num_blocks in (1, 2, 3):
-        assert belady(trace, num_blocks).hit_blocks == optimum(trace, num_blocks)
-
-
-def test_json_has_every_policy_and_size_beside_the_bounds():
+def test_json_table_and_picture_have_every_run_beside_the_bounds(capsys):
     runs, trace = compared(["gittins"], [100, 300]), excerpt(SYNTHETIC)
-    found = report_policies(runs, concurrent=1, seed=0).facts
+    report = report_policies(runs, concurrent=1, seed=0)
+    found = report.facts
     assert (found["trace"], found["requests"], found["refs"]) == ("synthetic", 400, 10346)
-    assert found["nvme_blocks"] == 0
-    by_run = {(one["host_blocks"], one["policy"]): one for one in found["results"]}
-    assert set(by_run) == {(size, name) for size in (100, 300) for name in ("lru", "gittins")}
-    assert by_run[300, "lru"]["hit_blocks"] == sum(lru_hits(trace, 300))
-    assert by_run[300, "lru"]["refs_per_s"] == runs.outcomes[2].refs_per_s
-    assert by_run[300, "lru"]["gain"] == 0 < by_run[300, "gittins"]["gain"]
-    assert by_run[300, "lru"]["written_per_hit"] is by_run[300, "lru"]["write_share"] is None
+    assert [(one["host_blocks"], one["policy"]) for one in found["results"]] == [
+        (size, name) for size in (100, 300) for name in ("lru", "gittins")
+    ]
+    lru, ours = found["results"][2:]
+    assert lru["hit_blocks"] == sum(lru_hits(trace, 300))
+    assert lru["refs_per_s"] == trace.num_refs / runs.outcomes[2].seconds
+    assert lru["gain"] == 0 < ours["gain"]
+    assert lru["written_per_hit"] is lru["write_share"] is None
     assert found["infinite"]["hit_blocks"] == trace.num_refs - trace.num_unique
     assert json.loads(json.dumps(found)) == found
-
-
-def test_the_table_has_a_line_for_each_run_and_bound(capsys):
-    found = compared(["gittins"], [1000], nvme_blocks=500, admissions=["twice"])
-    report_policies(found, concurrent=1, seed=0).show(as_json=False)
+    (axes,) = report.figure().axes
+    assert axes.get_ylim()[0] == 0
+    labels = [line.get_label() for line in axes.get_lines()]
+    assert labels == ["lru", "gittins", "Belady", "infinite cache"]
+    with_disk = compared(["gittins"], [1000], nvme_blocks=500, admissions=["twice"])
+    report_policies(with_disk, concurrent=1, seed=0).show(as_json=False)
     text = capsys.readouterr().out
-    lines = [line.split() for line in text.splitlines()]
-    percents = [
-        word
-        for ratio in (found.belady[1000].hit_ratio, found.belady[1000].token_hit_ratio)
-        for word in (f"{100 * ratio:.1f}", "%")
-    ]
-    assert ["Belady", *percents] in lines
-    assert any(line[:3] == ["gittins", "+", "twice"] for line in lines)
-    assert any(line[:2] == ["∞", "infinite"] for line in lines)
-    gain = found.mean_gains()["gittins", "twice"]
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    best = with_disk.belady[1000]
+    assert f"Belady {100 * best.hit_ratio:.1f} % {100 * best.token_hit_ratio:.1f} %" in lines
+    for start in ("gittins + twice", "∞ infinite"):
+        assert any(line.startswith(start) for line in lines)
+    gain = with_disk.mean_gains()["gittins", "twice"]
     mean = f"Mean gain of gittins + twice over all sizes: {gain:+.3f}"
     for words in ("400 requests", "of LRU's", mean):
         assert words in text
 
 
-def test_the_picture_starts_at_0_and_names_both_bounds():
-    found = compared(["gittins"], [100, 1000])
-    (axes,) = report_policies(found, concurrent=1, seed=0).figure().axes
-
-    assert axes.get_ylim()[0] == 0
-    assert [line.get_label() for line in axes.get_lines()] == [
-        *("lru", "gittins", "Belady", "infinite cache")
-    ]
-
-
-def test_a_trace_that_fits_into_the_sample_is_drawn_exactly():
+def test_a_trace_that_fits_into_the_sample_is_drawn_exactly_and_one_too_short_is_refused():
     seen: list[tuple[str, int, int]] = []
     tiers = {"host_blocks": [200, 800, 1600], "nvme_blocks": 300, "admissions": ["likely"]}
     (found,) = check_curves(
@@ -218,9 +161,6 @@ def test_a_trace_that_fits_into_the_sample_is_drawn_exactly():
     report = report_curves([found])
     assert str(report.parts[1]).startswith("Mean error 0.00 points")
     assert json.loads(json.dumps(report.facts))["checks"][0]["mean_error"] < 1e-5
-
-
-def test_a_trace_that_is_too_short_is_refused():
     with pytest.raises(ConfigError, match="too short"):
         check_curve(made((0, [1, 2])), [10], policy="lru")
 
@@ -229,9 +169,6 @@ def test_a_trace_that_is_too_short_is_refused():
 def on_host(path: Path, policy: str, num_blocks: int) -> Outcome:
     """Return what one tier finds of an excerpt; several tests look at it."""
     return simulate(excerpt(path), policy=policy, host_blocks=num_blocks)
-
-
-# -- beside LRU, Belady and the infinite cache --------------------------------------------------
 
 
 @each_excerpt
@@ -255,14 +192,6 @@ def test_no_policy_beats_belady_nor_belady_the_infinite_cache(path, policy):
         assert 0 < on_host(path, policy, num_blocks).hit_blocks <= bound
 
 
-@each_policy
-@each_admission
-def test_two_tiers_do_not_beat_belady_with_one_as_large_as_both(policy, admission):
-    trace = excerpt(SYNTHETIC)
-    found = simulate(trace, policy=policy, host_blocks=300, nvme_blocks=1200, admission=admission)
-    assert 0 < found.hit_blocks <= belady(trace, 1500).hit_blocks
-
-
 @each_excerpt
 @each_policy
 def test_a_tier_that_is_never_full_is_as_good_as_an_infinite_one(path, policy):
@@ -283,7 +212,26 @@ def test_gittins_is_hardly_anywhere_below_lru(path):
         assert ours.hit_ratio >= lru.hit_ratio - 0.003, num_blocks
 
 
-# -- two tiers ----------------------------------------------------------------------------------
+@each_policy
+@each_admission
+def test_two_tiers_find_what_their_requests_do_which_is_no_more_than_belady_in_one(
+    policy, admission
+):
+    trace = excerpt(SYNTHETIC)
+    found = simulate(trace, policy=policy, host_blocks=300, nvme_blocks=1200, admission=admission)
+    replay = Replay(trace, policy, 300, nvme_blocks=1200, admission=admission)
+    list(replay.run())
+    hits = replay.host_hits + replay.disk_hits
+    assert found.host_hit_blocks == replay.host_hits.sum()
+    assert found.nvme_hit_blocks == replay.disk_hits.sum()
+    assert 0 < found.hit_blocks == hits.sum() <= belady(trace, 1500).hit_blocks
+    assert found.hit_tokens == trace.hit_tokens(hits)
+    assert found.hit_ratio == hits.sum() / trace.num_refs
+    assert found.token_hit_ratio == found.hit_tokens / trace.prompt_tokens
+    assert found.nvme_written_blocks == replay.num_written
+    assert found.written_per_hit == replay.num_written / replay.disk_hits.sum()
+    assert (found.refs, found.policy, found.admission) == (trace.num_refs, policy, admission)
+    assert (found.host_blocks, found.nvme_blocks) == (300, 1200)
 
 
 def test_a_tier_larger_than_the_trace_costs_no_more_than_the_trace():
@@ -293,25 +241,6 @@ def test_a_tier_larger_than_the_trace_costs_no_more_than_the_trace():
         for count in (10**5, 10**17)
     )
     assert much.hit_blocks == more.hit_blocks > 0
-
-
-@each_policy
-@each_admission
-def test_an_outcome_is_the_sum_of_its_requests_and_the_same_each_time(policy, admission):
-    trace = random_trace(5, num_requests=250)
-    found = simulate(trace, policy=policy, host_blocks=48, nvme_blocks=90, admission=admission)
-    replay = Replay(trace, policy, 48, nvme_blocks=90, admission=admission)
-    list(replay.run())
-    hits = replay.host_hits + replay.disk_hits
-    assert found.host_hit_blocks == replay.host_hits.sum()
-    assert found.nvme_hit_blocks == replay.disk_hits.sum()
-    assert found.hit_blocks == hits.sum()
-    assert found.hit_tokens == trace.hit_tokens(hits)
-    assert found.nvme_written_blocks == replay.num_written
-    assert found.refs == trace.num_refs
-    assert found.seconds > 0
-    assert (found.policy, found.admission) == (policy, admission)
-    assert (found.host_blocks, found.nvme_blocks) == (48, 90)
 
 
 @each_excerpt
@@ -336,9 +265,6 @@ def test_a_disk_that_is_never_full_has_each_block_written_once():
     )
     assert found.hit_blocks == infinite(trace).hit_blocks
     assert trace.num_unique - 48 <= found.nvme_written_blocks <= trace.num_unique
-
-
-# -- the run ------------------------------------------------------------------------------------
 
 
 @each_policy
