@@ -35,13 +35,19 @@ def write_lines(path: Path, *lines: object) -> Path:
     return path
 
 
-def test_mooncake_s_lines_are_read_with_times_in_seconds(tmp_path):
+def test_mooncake_s_lines_are_read_with_times_in_seconds_and_blocks_of_the_size_that_is_given(
+    tmp_path,
+):
     second = LINE | {"timestamp": 1500, "input_length": 513}
     trace = read_trace(write_lines(tmp_path / "made.jsonl", LINE, second))
     assert (trace.name, trace.block_tokens) == ("made", 512)
     assert trace.times.tolist() == [0.0, 1.5]
     assert trace.num_tokens.tolist() == [600, 513]
     assert trace.ids.tolist() == [0, 1, 0, 1]
+    path = write_lines(tmp_path / "small.jsonl", LINE | {"input_length": 32})
+    assert read_trace(path, block_tokens=16).block_tokens == 16
+    with pytest.raises(ConfigError, match=r"line 1: 32 tokens are not 2 blocks.*--block-tokens"):
+        read_trace(path)
 
 
 def test_lines_are_the_same_trace_however_they_are_packed(tmp_path):
@@ -59,15 +65,10 @@ def test_lines_are_read_as_other_tools_write_numbers_and_text(tmp_path):
     trace = read_trace(tmp_path / "made")
     assert trace.num_tokens.tolist() == [600, 600]
     assert trace.ids.tolist() == [0, 1, 0, 1]
-    (tmp_path / "one.json").write_text(json.dumps(SESSION), encoding="utf-8-sig")
-    assert read_trace(tmp_path / "one.json").num_refs == 2
-
-
-def test_blocks_of_another_size_are_read_when_it_is_given(tmp_path):
-    path = write_lines(tmp_path / "made.jsonl", LINE | {"input_length": 32})
-    assert read_trace(path, block_tokens=16).block_tokens == 16
-    with pytest.raises(ConfigError, match=r"line 1: 32 tokens are not 2 blocks.*--block-tokens"):
-        read_trace(path)
+    for ids in ([1, 2], [1, 2, 3]):  # a partial block of a session has an id or none
+        session = SESSION | {"requests": [{"t": 0, "in": 130, "hash_ids": ids}]}
+        (tmp_path / "one.json").write_text(json.dumps(session), encoding="utf-8-sig")
+        assert read_trace(tmp_path / "one.json").num_refs == len(ids)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +98,6 @@ def test_a_damaged_line_is_named(tmp_path, line, message):
         read_trace(path)
 
 
-def test_a_session_s_partial_block_may_have_an_id_or_none(tmp_path):
-    path = tmp_path / "one.json"
-    for ids in ([1, 2], [1, 2, 3]):
-        requests = [{"t": 0, "in": 130, "hash_ids": ids}]
-        path.write_text(json.dumps(SESSION | {"requests": requests}))
-        assert read_trace(path).num_refs == len(ids)
-
-
 @pytest.mark.parametrize(
     ("text", "where"),
     [
@@ -112,14 +105,18 @@ def test_a_session_s_partial_block_may_have_an_id_or_none(tmp_path):
             json.dumps(SESSION | {"requests": [*SESSION["requests"], INNER]}),
             r", requests\[1\], requests\[0\]: 64 tokens are not 0 blocks",
         ),
+        (json.dumps(SESSION | {"block_size": 0}), ": block_size must be"),
         ('{"block_size": 64,\n"requests": [\n{]}', r" is no JSON .* at line 3"),
     ],
-    ids=["a request", "a line"],
+    ids=["a request", "a field", "a line"],
 )
-def test_a_damaged_session_is_named_with_the_place(tmp_path, text, where):
+def test_a_damaged_session_is_named_with_the_place_also_in_an_archive(tmp_path, text, where):
     (tmp_path / "one.json").write_text(text)
-    with pytest.raises(ConfigError, match=rf"one\.json{where}"):
-        read_trace(tmp_path / "one.json")
+    with tarfile.open(tmp_path / "many.tar", "w") as archive:
+        archive.add(tmp_path / "one.json", "in/one.json")
+    for path, file in (("one.json", ""), ("many.tar", ": in/one.json")):
+        with pytest.raises(ConfigError, match=rf"{path}{file}{where}"):
+            read_trace(tmp_path / path)
 
 
 def test_sessions_are_the_same_trace_in_a_directory_and_in_an_archive(tmp_path):
@@ -134,42 +131,24 @@ def test_sessions_are_the_same_trace_in_a_directory_and_in_an_archive(tmp_path):
     for one in sorted((tmp_path / "unpacked").rglob("[!.]*.json"))[:1]:
         one.with_suffix(".json.gz").write_bytes(gzip.compress(one.read_bytes()))
         one.unlink()
-    assert same(read_trace(tmp_path / "unpacked"), excerpt(SESSIONS))
-    assert same(read_trace(tmp_path / "again.tar.gz"), excerpt(SESSIONS))
+    trace = excerpt(SESSIONS)
+    assert (trace.block_tokens, trace.num_requests) == (64, 65)  # 21 with those of four subagents' 44
+    assert infinite(trace).hit_ratio > 0.8
+    assert same(read_trace(tmp_path / "unpacked"), trace)
+    assert same(read_trace(tmp_path / "again.tar.gz"), trace)
     assert read_trace(tmp_path / "again.tar.gz").name == "again"
 
 
-def test_an_archive_s_damaged_file_is_named(tmp_path):
-    (tmp_path / "bad.json").write_text(json.dumps(SESSION | {"block_size": 0}))
-    with tarfile.open(tmp_path / "many.tar", "w") as archive:
-        archive.add(tmp_path / "bad.json", "in/bad.json")
-    with pytest.raises(ConfigError, match=r"many\.tar: in/bad\.json: block_size must be"):
-        read_trace(tmp_path / "many.tar")
-
-
-def test_the_excerpt_s_sessions_repeat_most_of_their_blocks():
-    trace = excerpt(SESSIONS)
-    assert trace.block_tokens == 64
-    assert trace.num_requests == 65  # 21 with those of four subagents' 44
-    assert infinite(trace).hit_ratio > 0.8
-
-
-@pytest.mark.parametrize("path", [CONVERSATION, SESSIONS], ids=lambda path: path.suffix)
-def test_a_file_that_is_cut_short_is_refused(tmp_path, path):
-    content = path.read_bytes()
-    (tmp_path / "short").write_bytes(content[: len(content) // 2])
-    with pytest.raises(ConfigError, match=r"is cut short or damaged .*; get the file again"):
-        read_trace(tmp_path / "short")
-
-
-@pytest.mark.parametrize("content", [b"", b"a,b,c\n1,2,3\n", b"\x00\x01\x02", b"{}"])
-def test_what_is_no_trace_is_refused_with_what_would_be(tmp_path, content):
-    (tmp_path / "what").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"no known trace: neither lines of JSON .* Mooncake"):
-        read_trace(tmp_path / "what")
-
-
-def test_a_file_that_is_not_there_or_has_no_block_or_session_is_refused(tmp_path):
+def test_what_is_no_trace_cut_short_not_there_or_empty_is_refused(tmp_path):
+    for path in (CONVERSATION, SESSIONS):
+        content = path.read_bytes()
+        (tmp_path / "short").write_bytes(content[: len(content) // 2])
+        with pytest.raises(ConfigError, match=r"is cut short or damaged .*; get the file again"):
+            read_trace(tmp_path / "short")
+    for content in (b"", b"a,b,c\n1,2,3\n", b"\x00\x01\x02", b"{}"):
+        (tmp_path / "what").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"no known trace: neither lines of JSON .* Mooncake"):
+            read_trace(tmp_path / "what")
     with pytest.raises(ConfigError, match=r"There is no session in .*\.json file"):
         read_trace(tmp_path)
     with pytest.raises(ConfigError, match=r"nowhere\.jsonl cannot be read \(No such file"):
@@ -180,19 +159,12 @@ def test_a_file_that_is_not_there_or_has_no_block_or_session_is_refused(tmp_path
 
 
 def session(
-    name: str,
-    *times: float,
-    ids: Sequence[int] = (1, 2),
-    model: str = "a",
-    block_tokens: int = 64,
-    is_local: bool = True,
+    name: str, *times: float, num_blocks: int = 2, model: str = "a", size: int = 64, **more: str
 ) -> Session:
-    requests = [
-        {"t": one, "in": block_tokens * len(ids), "hash_ids": list(ids), "model": model}
-        for one in times
-    ]
-    scope = "local" if is_local else "global"
-    content = {"block_size": block_tokens, "hash_id_scope": scope, "requests": requests}
+    """Return one with requests of the same blocks, at these times."""
+    request = {"in": size * num_blocks, "hash_ids": [*range(num_blocks)], "model": model}
+    requests = [request | {"t": one} for one in times]
+    content = SESSION | {"block_size": size, "requests": requests, **more}
     return read_session(json.dumps(content).encode(), name)
 
 
@@ -214,12 +186,15 @@ def test_requests_of_subagents_are_made_at_their_times():
     assert lay_out([found], name="x").times.tolist() == [0.0, 1.5, 8.0, 11.5]
 
 
+GLOBAL = {"hash_id_scope": "global"}
+
+
 @pytest.mark.parametrize(
     ("first", "second", "ids"),
     [
         ({}, {}, [0, 1, 2, 3]),
-        ({"is_local": False}, {"is_local": False}, [0, 1, 0, 1]),
-        ({"is_local": False}, {"is_local": False, "model": "b"}, [0, 1, 2, 3]),
+        (GLOBAL, GLOBAL, [0, 1, 0, 1]),
+        (GLOBAL, GLOBAL | {"model": "b"}, [0, 1, 2, 3]),
     ],
 )
 def test_sessions_share_blocks_if_ids_hold_for_all_and_the_model_is_one(first, second, ids):
@@ -235,7 +210,7 @@ def test_a_session_starts_when_another_one_has_ended():
 
 
 def test_the_seed_alone_decides_the_order_of_sessions():
-    sessions = [session(str(at), 0, 1 + at, ids=range(1 + at)) for at in range(9)]
+    sessions = [session(str(at), 0, 1 + at, num_blocks=1 + at) for at in range(9)]
 
     def lengths(seed: int, *, backwards: bool = False) -> list[int]:
         given = sessions[::-1] if backwards else sessions
@@ -247,7 +222,7 @@ def test_the_seed_alone_decides_the_order_of_sessions():
 
 def test_sessions_with_blocks_of_different_sizes_are_refused():
     with pytest.raises(ConfigError, match="b has blocks of 16 tokens and a of 64; replay them"):
-        lay_out([session("a", 0), session("b", 0, block_tokens=16)], name="x")
+        lay_out([session("a", 0), session("b", 0, size=16)], name="x")
 
 
 def build(*paths: Sequence[int], spaces: Sequence[str] | None = None) -> Trace:
@@ -276,24 +251,16 @@ def test_ids_are_numbered(given, spaces, numbered):
     assert paths(build(*given, spaces=spaces)) == numbered
 
 
-def test_requests_are_put_in_the_order_of_time_from_0_on():
+def test_requests_are_put_in_the_order_of_time_from_0_on_and_hit_tokens_end_with_the_prompt():
     builder = TraceBuilder(name="made", block_tokens=4)
-    for time_s, ids in ((7.0, [1]), (3.0, [2]), (7.0, [3]), (5.5, [4])):
-        builder.add(time_s=time_s, num_tokens=len(ids) * 4 + ids[0], ids=ids)
+    for time_s, num_tokens, ids in ((7.0, 5, [1]), (3.0, 6, [2, 9]), (7.0, 7, [3]), (5.5, 9, [4])):
+        builder.add(time_s=time_s, num_tokens=num_tokens, ids=ids)
     trace = builder.build()
     assert trace.times.tolist() == [0.0, 2.5, 4.0, 4.0]
-    assert trace.num_tokens.tolist() == [6, 8, 5, 7]
-    assert paths(trace) == [[0], [1], [2], [3]]
-
-
-def test_hit_tokens_end_with_the_prompt():
-    builder = TraceBuilder(name="made", block_tokens=4)
-    builder.add(time_s=0, num_tokens=6, ids=[1, 2])
-    builder.add(time_s=1, num_tokens=9, ids=[1, 2])
-    trace = builder.build()
-    assert trace.hit_tokens(np.array([2, 2])) == 6 + 8
-    assert trace.hit_tokens(np.array([1, 0])) == 4
-    assert trace.prompt_tokens == 15
+    assert trace.num_tokens.tolist() == [6, 9, 5, 7]
+    assert paths(trace) == [[0, 1], [2], [3], [4]]
+    assert trace.hit_tokens(np.array([2, 1, 0, 1])) == 6 + 4 + 0 + 4
+    assert trace.prompt_tokens == 27
 
 
 def test_requests_without_a_block_stay_in_the_trace():
@@ -303,8 +270,5 @@ def test_requests_without_a_block_stay_in_the_trace():
     assert trace.parents.tolist() == [NO_PARENT, 0, NO_PARENT, 0], "the blocks before"
     empty = build()
     assert (empty.num_requests, empty.num_refs, empty.num_unique, empty.seconds) == (0, 0, 0, 0)
-
-
-def test_an_id_that_no_integer_holds_is_refused():
     with pytest.raises(OverflowError):
         build([2**64])

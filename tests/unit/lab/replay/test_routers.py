@@ -38,33 +38,16 @@ def plan(num_replicas: int = 8, **fields: Any) -> FleetPlan:
 trace_of = partial(made, block_tokens=100)
 
 
-def random_trace(
-    num_requests: int, *, shared_blocks: int, own_blocks: int, load: float, replicas: int = 8
-) -> Trace:
+def random_trace(num_requests: int, *, shared_blocks: int, own_blocks: int, load: float) -> Trace:
     """Return requests with a prefix that all of them share, at a load of what is their own."""
     numbers, requests = random.Random(7), []
-    rate = load * replicas / (0.1 * own_blocks)
+    rate = load * 8 / (0.1 * own_blocks)
     now, block = 0.0, shared_blocks
     for _ in range(num_requests):
         now += numbers.expovariate(rate)
         count = numbers.randint(1, 2 * own_blocks - 1)
         requests.append((now, [*range(shared_blocks), *range(block, block + count)]))
         block += count
-    return trace_of(*requests)
-
-
-def conversations(num_users: int, *, turns: int, load: float, replicas: int) -> Trace:
-    """Return users who each say a few blocks more in every turn, at a load with all that reuse."""
-    numbers, requests = random.Random(7), []
-    rate, now, block = load * replicas / (0.1 * 3), 0.0, 1
-    said: dict[int, list[int]] = {user: [0] for user in range(num_users)}
-    for _ in range(num_users * turns):
-        now += numbers.expovariate(rate)
-        ids = said[numbers.randrange(num_users)]
-        count = numbers.randint(1, 5)
-        ids += range(block, block + count)
-        block += count
-        requests.append((now, ids.copy()))
     return trace_of(*requests)
 
 
@@ -104,7 +87,9 @@ def test_what_is_late_is_no_goodput():
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_one_replica_with_all_the_memory_reuses_what_an_infinite_cache_finds(router):
+def test_one_replica_with_all_the_memory_reuses_what_an_infinite_cache_finds_each_time(router):
+    one, other = (simulate(excerpt(SYNTHETIC), plan(4), router=router) for _ in range(2))
+    assert replace(one, seconds=0) == replace(other, seconds=0)
     trace = excerpt(CONVERSATION)
     plenty = plan(1, pool_blocks=10**6, host_blocks=10**6)
     found = simulate(trace, plenty, router=router)
@@ -112,14 +97,7 @@ def test_one_replica_with_all_the_memory_reuses_what_an_infinite_cache_finds(rou
     assert found.reuse == pytest.approx(infinite(trace).token_hit_ratio, abs=0.002)
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-def test_the_same_seed_gives_the_same_figures(router):
-    trace = excerpt(SYNTHETIC)
-    one, other = (simulate(trace, plan(4), router=router) for _ in range(2))
-    assert replace(one, seconds=0) == replace(other, seconds=0)
-
-
-def test_every_router_stands_beside_one_replica():
+def test_every_router_stands_beside_one_replica_also_in_pictures_that_start_at_0():
     titles: list[str] = []
     found = compare_routers(
         excerpt(SYNTHETIC),
@@ -133,6 +111,9 @@ def test_every_router_stands_beside_one_replica():
         assert one.reuse_of_one == one.reuse / found.one.reuse
         parts = one.pool_reuse + one.host_reuse + one.disk_reuse + one.remote_reuse
         assert one.reuse == pytest.approx(parts)
+    for axes in report_routers(found, concurrent=1).figure().axes:
+        assert axes.get_ylim()[0] == 0
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["pow2", "kvray"]
 
 
 @pytest.mark.parametrize("load", [0.1, 0.5, 0.9])
@@ -153,8 +134,18 @@ def test_without_a_shared_prefix_kvray_is_no_worse_than_the_power_of_two(load):
 
 
 def test_in_conversations_near_saturation_kvray_reuses_more_and_answers_sooner():
-    trace = conversations(60, turns=12, load=0.9, replicas=4)
-    found = compare_routers(trace, plan(4, pool_blocks=300, host_blocks=600), [*ROUTERS][:4])
+    """Of users who each say some three blocks more in every turn, at a load with all that reuse."""
+    numbers, requests, now, block = random.Random(7), [], 0.0, 1
+    said: dict[int, list[int]] = {user: [0] for user in range(60)}
+    for _ in range(60 * 12):
+        now += numbers.expovariate(0.9 * 4 / (0.1 * 3))
+        ids = said[numbers.randrange(60)]
+        count = numbers.randint(1, 5)
+        ids += range(block, block + count)
+        block += count
+        requests.append((now, ids.copy()))
+    fleet = plan(4, pool_blocks=300, host_blocks=600)
+    found = compare_routers(trace_of(*requests), fleet, [*ROUTERS][:4])
     by_name = {one.router: one for one in found.outcomes}
     kvray = by_name.pop("kvray")
     for other in by_name.values():
@@ -194,14 +185,6 @@ def test_blocks_of_a_prompt_are_found(fleet, used, asked, found):
     for replica, blocks in used:
         memory.use(replica, blocks)
     assert memory.stretches(*asked) == found
-
-
-def test_both_pictures_start_at_0_and_name_every_router():
-    found = compare_routers(excerpt(SYNTHETIC), plan(4), ["pow2", "kvray"])
-
-    for axes in report_routers(found, concurrent=1).figure().axes:
-        assert axes.get_ylim()[0] == 0
-        assert [label.get_text() for label in axes.get_xticklabels()] == ["pow2", "kvray"]
 
 
 ROUTERS_TRACE = random_trace(1, shared_blocks=200, own_blocks=2, load=1)
