@@ -13,7 +13,7 @@ from kvray.console.interrupts import Interrupts
 from kvray.engine.device.pool import HostPool
 from kvray.errors import CapacityError, KVRayError
 from kvray.lab.bench import gpu
-from kvray.lab.bench.gpu import GpuScale, block_bytes, crossover, measure_gpu, name_of
+from kvray.lab.bench.gpu import GpuScale, block_bytes, crossover, measure_gpu
 from kvray.lab.bench.gpu_copies import GpuDevice
 from kvray.lab.runner import running
 from kvray.reference.checkpoint import RANDOM
@@ -36,10 +36,14 @@ def test_without_a_gpu_it_ends_with_one_sentence(run_kvray):
     assert_refused(run_kvray("bench", "gpu"), "finds no NVIDIA GPU here")
 
 
-def test_a_run_gives_every_figure_and_leaves_nothing_behind(parent, capsys):
+def test_a_run_gives_every_figure_and_leaves_nothing_behind_nor_uses_the_machine_s_own_tier(
+    parent, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("KVRAY_ARENA__DIR", str(tmp_path / "none"))
     with running(Interrupts()) as runner:
         report = measure_gpu(SCALE, CPU, arena_dir=parent, runner=runner)
     assert list(parent.iterdir()) == []
+    assert os.environ["KVRAY_ARENA__DIR"] == str(tmp_path / "none")
     figures = report.facts
     for way, size in itertools.product(("h2d", "d2h"), ("4mib", "128kib")):
         for suffix in ("", "_run", "_busy", "_run_busy"):
@@ -77,12 +81,6 @@ def prompts(parent: Path) -> gpu.Tally:
     return tally
 
 
-def test_the_arena_of_the_machine_s_own_tier_is_left_alone(parent, monkeypatch, tmp_path):
-    monkeypatch.setenv("KVRAY_ARENA__DIR", str(tmp_path / "none"))
-    assert not prompts(parent)[gpu.WRONG]
-    assert os.environ["KVRAY_ARENA__DIR"] == str(tmp_path / "none")
-
-
 def test_answers_after_blocks_that_are_wrong_are_counted(parent, monkeypatch):
     load = HostPool.load
     monkeypatch.setattr(
@@ -101,23 +99,14 @@ def test_a_prompt_that_is_not_loaded_ends_the_run(parent, monkeypatch):
         prompts(parent)
 
 
-def test_a_gpu_without_room_for_the_models_is_refused_with_the_sizes():
-    scale = GpuScale.fit(repeat=None, quick=False)
-    with pytest.raises(
-        CapacityError, match=r"takes 39.36GiB of the GPU's memory and 8GiB are free"
-    ):
+def test_a_gpu_without_room_for_llama_3_8b_is_refused_with_the_sizes():
+    assert block_bytes(RANDOM["llama-3-8b"]) == 4 * 2**20
+    scale = GpuScale.fit(repeat=7, quick=False)
+    assert (scale.pairs, scale.prefill_pairs, max(scale.lengths)) == (7, 7, 32768)
+    with pytest.raises(CapacityError, match=r"takes 39.36GiB of the GPU's memory and 8GiB are"):
         scale.check_memory(8 * 2**30)
     GpuScale.fit(repeat=None, quick=True).check_memory(80 * 2**30)
     replace(scale, model="tiny").check_memory(2 * 2**30)
-
-
-def test_the_model_has_the_shapes_of_llama_3_8b_and_counts_follow_the_options():
-    assert block_bytes(RANDOM["llama-3-8b"]) == 4 * 2**20
-    scale = GpuScale.fit(repeat=7, quick=False)
-    assert (scale.pairs, scale.prefill_pairs) == (7, 7)
-    assert max(scale.lengths) == 32768
-    assert max(GpuScale.fit(repeat=None, quick=True).lengths) == 8192
-    assert [name_of(length) for length in (512, 1024, 8192)] == ["512", "1k", "8k"]
 
 
 def test_crossover_is_the_length_from_which_on_loading_wins():

@@ -2,24 +2,15 @@
 
 from collections.abc import Callable
 
+from kvray.lab import runner
 from kvray.lab.bench.local import LocalScale
 from kvray.lab.bench.report import bench_report, copy_row, cpu_row, hash_rows
-from kvray.lab.runner import (
-    Duration,
-    Pair,
-    measure,
-    median_s,
-    over_all,
-    percentile_s,
-    speed_ratio,
-    time_ratio,
-)
 
 SCALE = LocalScale.fit(2**30, repeat=None, quick=False)
 
 
-def pair(ours: float, floor: float, *, cpu_s: float = 0.0) -> Pair:
-    return Pair(Duration(ours, cpu_s), Duration(floor, cpu_s / 2))
+def pair(ours: float, floor: float, *, cpu_s: float = 0.0) -> runner.Pair:
+    return runner.Pair(runner.Duration(ours, cpu_s), runner.Duration(floor, cpu_s / 2))
 
 
 NOTE = "Two of three rows."
@@ -65,24 +56,19 @@ def test_scale_fits_the_blocks_into_the_capacity():
 def test_who_goes_first_takes_turns():
     steps: list[str] = []
 
-    def step(name: str, seconds: float) -> Callable[[int], Duration]:
-        return lambda index: steps.append(f"{name}{index}") or Duration(seconds=seconds)
+    def step(name: str, seconds: float) -> Callable[[int], runner.Duration]:
+        return lambda index: steps.append(f"{name}{index}") or runner.Duration(seconds=seconds)
 
-    pairs = measure(3, ours=step("ours", 2), floor=step("floor", 1))
+    pairs = runner.measure(3, ours=step("ours", 2), floor=step("floor", 1))
     assert steps == ["floor0", "ours0", "ours1", "floor1", "floor2", "ours2"]
     assert pairs == [pair(2, 1)] * 3
 
 
-def test_ratio_is_the_median_of_the_pairs_and_not_that_of_the_medians():
+def test_ratio_is_the_median_of_pairs_and_processes_are_timed_from_first_start_to_last_end():
     pairs = [pair(1, 1), pair(2, 4), pair(8, 2)]
-    assert speed_ratio(pairs) == time_ratio(pairs) == 1
-    assert time_ratio([pair(3, 2)]) == 1.5
-    assert speed_ratio([pair(2, 1)]) == 0.5
-
-
-def test_percentile_is_one_of_the_timings_and_processes_are_timed_from_first_start_to_last_end():
-    timings = [Duration(seconds=seconds) for seconds in (5, 1, 4, 2, 3)]
-    assert median_s(timings) == 3
-    assert [percentile_s(timings, percent) for percent in (99, 60, 0)] == [5, 3, 1]
-    assert percentile_s([Duration(seconds=n) for n in range(1, 201)], 99) == 198
-    assert over_all([(1, 4, 0.5), (2, 6, 1.5)]) == Duration(seconds=5, cpu_s=2)
+    assert runner.speed_ratio(pairs) == runner.time_ratio(pairs) == 1
+    timings = [runner.Duration(seconds=seconds) for seconds in (5, 1, 4, 2, 3)]
+    assert runner.median_s(timings) == 3
+    assert [runner.percentile_s(timings, percent) for percent in (99, 60, 0)] == [5, 3, 1]
+    assert runner.percentile_s([runner.Duration(seconds=n) for n in range(1, 201)], 99) == 198
+    assert runner.over_all([(1, 4, 0.5), (2, 6, 1.5)]) == runner.Duration(seconds=5, cpu_s=2)

@@ -9,74 +9,46 @@ import pytest
 
 from kvray.config import load_config
 from kvray.console.interrupts import Interrupts
-from kvray.lab.demo.play import (
-    LONG,
-    LONG_BLOCKS,
-    SAME_SYSTEM,
-    SYSTEM_BLOCKS,
-    TOKENS_PER_BLOCK,
-    UNALIGNED,
-    UNALIGNED_TOKENS,
-    _write_config,
-    make_prompts,
-    shareable_tokens,
-)
-from kvray.lab.demo.report import (
-    ORACLE,
-    WITH_KVRAY,
-    WITHOUT_KVRAY,
-    Record,
-    Verdict,
-    judge,
-    source_of,
-)
+from kvray.lab.demo import play, report
 from kvray.lab.runner import running
 from kvray.reference import Output
-from kvray.reference.output import count_wrong
 from kvray.reference.tokenizer import ByteTokenizer
 
 
 def test_without_room_in_shared_memory_the_arena_is_on_disk_and_allowed_there(monkeypatch):
     monkeypatch.setattr("kvray.lab.demo.play._SHM", Path("/nowhere"))
     with running(Interrupts()) as runner:
-        arena = load_config(_write_config(runner, 2**26, model="tiny"), environ={}).arena
+        arena = load_config(play._write_config(runner, 2**26, model="tiny"), environ={}).arena
         assert arena.mount == "any"
 
 
 def make_output(**fields: Any) -> Output:
-    defaults: dict[str, Any] = {
-        "prompt_tokens": 64,
-        "reused_tokens": 0,
-        "hit_tokens": 0,
-        "ttft_s": 1.0,
-        "text": "yes",
-        "token_ids": (1, 2, 3),
-        "finish_reason": "length",
-    }
-    return Output(**{**defaults, **fields})
+    known: dict[str, Any] = {"prompt_tokens": 64, "reused_tokens": 0, "hit_tokens": 0}
+    known |= {"ttft_s": 1.0, "text": "yes", "token_ids": (1, 2, 3), "finish_reason": "length"}
+    return Output(**{**known, **fields})
 
 
-def make_record(phase: str, replica: str, expected: int | None = None, **fields: Any) -> Record:
-    output = make_output(**fields)
-    return Record(
-        phase=phase, replica=replica, prompt="long", output=output, expected_hit_tokens=expected
-    )
+def make_record(
+    phase: str, replica: str, expected: int | None = None, **fields: Any
+) -> report.Record:
+    known: dict[str, Any] = {"phase": phase, "replica": replica, "prompt": "long"}
+    return report.Record(**known, output=make_output(**fields), expected_hit_tokens=expected)
 
 
-def changed(record: Record, **fields: Any) -> Record:
+def changed(record: report.Record, **fields: Any) -> report.Record:
     return replace(record, output=replace(record.output, **fields))
 
 
-TRUTH = make_record(ORACLE, ORACLE)
+TRUTH = make_record(report.ORACLE, report.ORACLE)
 COLD = make_record("a", "replica-1", 0, ttft_s=2.0)
 SHARED = make_record("a", "replica-2", 32, ttft_s=0.1, hit_tokens=32)
-WITHOUT = make_record("c", WITHOUT_KVRAY)
-WITH = make_record("c", WITH_KVRAY, hit_tokens=32)
+WITHOUT = make_record("c", report.WITHOUT_KVRAY)
+WITH = make_record("c", report.WITH_KVRAY, hit_tokens=32)
 GOOD = (COLD, SHARED, WITHOUT, WITH)
 
 
-def verdict_of(*records: Record) -> Verdict:
-    return judge(records, oracle={"long": TRUTH})
+def verdict_of(*records: report.Record) -> report.Verdict:
+    return report.judge(records, oracle={"long": TRUTH})
 
 
 def test_equal_answers_and_expected_hits_pass():
@@ -87,20 +59,16 @@ def test_equal_answers_and_expected_hits_pass():
     assert verdict.ttft_ratio == 20.0, "that of the first prompt"
 
 
-@pytest.mark.parametrize("text", ["no", "yes"])
-def test_other_token_fails_also_of_equal_text(text):
-    wrong = changed(SHARED, token_ids=(1, 9, 3), text=text)
+@pytest.mark.parametrize(
+    ("tokens", "count", "text"),
+    [((1, 9, 3), 1, "no"), ((1, 9, 3), 1, "yes"), ((1,), 2, "yes"), ((1, 2, 3, 4), 1, "yes")],
+)
+def test_other_missing_and_surplus_tokens_fail_also_of_equal_text(tokens, count, text):
+    wrong = changed(SHARED, token_ids=tokens, text=text)
     verdict = verdict_of(COLD, wrong, WITHOUT, WITH)
     assert not verdict.identical_text
-    assert verdict.wrong_tokens == 1
-    assert "'long' with 1 other tokens" in verdict.failures[0]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "count"), [((1, 2, 3), 0), ((1, 9, 3), 1), ((1,), 2), ((1, 2, 3, 4), 1)]
-)
-def test_missing_and_surplus_tokens_count(tokens, count):
-    assert count_wrong(tokens, (1, 2, 3)) == count
+    assert verdict.wrong_tokens == count
+    assert f"'long' with {count} other tokens" in verdict.failures[0]
 
 
 @pytest.mark.parametrize(
@@ -119,27 +87,24 @@ def test_other_hits_than_must_be_fail(records, words):
     assert verdict.identical_text
 
 
-PROMPTS = make_prompts(ByteTokenizer())
+PROMPTS = play.make_prompts(ByteTokenizer())
 
 
-def test_only_the_questions_to_one_system_prompt_share_a_block():
+def test_only_questions_to_one_system_prompt_share_a_block_and_the_last_token_is_computed():
     for one, other in itertools.combinations(PROMPTS, 2):
         pairs = zip(PROMPTS[one], PROMPTS[other], strict=False)
         equal = [*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
-        is_same = {one, other} <= set(SAME_SYSTEM)
-        assert len(equal) // TOKENS_PER_BLOCK == (SYSTEM_BLOCKS if is_same else 0)
+        is_same = {one, other} <= set(play.SAME_SYSTEM)
+        assert len(equal) // play.TOKENS_PER_BLOCK == (play.SYSTEM_BLOCKS if is_same else 0)
         assert PROMPTS[one] != PROMPTS[other]
-
-
-def test_one_prompt_ends_with_a_block_and_one_within_and_the_last_token_is_always_computed():
-    assert len(PROMPTS[LONG]) == LONG_BLOCKS * TOKENS_PER_BLOCK
-    assert len(PROMPTS[UNALIGNED]) % TOKENS_PER_BLOCK == UNALIGNED_TOKENS
-    assert shareable_tokens(2 * TOKENS_PER_BLOCK) == TOKENS_PER_BLOCK
-    assert shareable_tokens(2 * TOKENS_PER_BLOCK + 1) == 2 * TOKENS_PER_BLOCK
+    assert len(PROMPTS[play.LONG]) == play.LONG_BLOCKS * play.TOKENS_PER_BLOCK
+    assert len(PROMPTS[play.UNALIGNED]) % play.TOKENS_PER_BLOCK == play.UNALIGNED_TOKENS
+    assert play.shareable_tokens(2 * play.TOKENS_PER_BLOCK) == play.TOKENS_PER_BLOCK
+    assert play.shareable_tokens(2 * play.TOKENS_PER_BLOCK + 1) == 2 * play.TOKENS_PER_BLOCK
 
 
 def test_bars_tell_where_prefixes_came_from():
     outputs = (make_output(), make_output(reused_tokens=32), make_output(hit_tokens=32))
     both = make_output(reused_tokens=32, hit_tokens=32)
-    assert len({source_of(output) for output in outputs}) == 3
-    assert source_of(both) == source_of(outputs[2])
+    assert len({report.source_of(output) for output in outputs}) == 3
+    assert report.source_of(both) == report.source_of(outputs[2])
