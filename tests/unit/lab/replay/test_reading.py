@@ -132,7 +132,10 @@ def test_sessions_are_the_same_trace_in_a_directory_and_in_an_archive(tmp_path):
         one.with_suffix(".json.gz").write_bytes(gzip.compress(one.read_bytes()))
         one.unlink()
     trace = excerpt(SESSIONS)
-    assert (trace.block_tokens, trace.num_requests) == (64, 65)  # 21 with those of four subagents' 44
+    assert (trace.block_tokens, trace.num_requests) == (
+        64,
+        65,
+    )  # 21 with those of four subagents' 44
     assert infinite(trace).hit_ratio > 0.8
     assert same(read_trace(tmp_path / "unpacked"), trace)
     assert same(read_trace(tmp_path / "again.tar.gz"), trace)

@@ -7,17 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvray.lab.replay import Trace, infinite
+from kvray.lab.replay import Trace, infinite, routers
 from kvray.lab.replay.report import report_routers
-from kvray.lab.replay.routers import (
-    ROUTERS,
-    FleetPlan,
-    Memory,
-    Request,
-    Router,
-    compare_routers,
-    simulate,
-)
 from kvray.routing import Link, Rates, Stretch
 from tests.unit.lab.replay.excerpts import CONVERSATION, SYNTHETIC, excerpt, made
 
@@ -29,10 +20,10 @@ RATES = Rates(
 )
 
 
-def plan(num_replicas: int = 8, **fields: Any) -> FleetPlan:
+def plan(num_replicas: int = 8, **fields: Any) -> routers.FleetPlan:
     """Return a fleet that computes a block of 100 tokens in 0.1 s, and copies it in 1 or 11 ms."""
     known = {"pool_blocks": 100, "host_blocks": 1000, "rates": RATES, "deadline_s": 2.0}
-    return FleetPlan(num_replicas=num_replicas, **known | fields)
+    return routers.FleetPlan(num_replicas=num_replicas, **known | fields)
 
 
 trace_of = partial(made, block_tokens=100)
@@ -54,7 +45,7 @@ def random_trace(num_requests: int, *, shared_blocks: int, own_blocks: int, load
 def test_a_request_waits_for_the_one_before_it_and_speed_divides_the_times_of_the_trace():
     for second_s, speed in ((0.1, 1), (0.4, 4)):
         trace = trace_of((0, b"ab"), (second_s, b"xy"))
-        found = simulate(trace, plan(1, speed=speed), router="round_robin")
+        found = routers.simulate(trace, plan(1, speed=speed), router="round_robin")
         assert found.first_token_p50_s == pytest.approx((0.2 + 0.3) / 2)
         assert found.throughput_per_s == pytest.approx(2 / 0.4)
         assert found.utilization == pytest.approx(1)
@@ -62,11 +53,11 @@ def test_a_request_waits_for_the_one_before_it_and_speed_divides_the_times_of_th
 
 def test_reuse_comes_from_the_pool_then_the_node_then_another_node():
     trace = trace_of((0, b"abc"), (1, b"abd"), (2, b"ab"))
-    found = simulate(trace, plan(1), router="round_robin")
+    found = routers.simulate(trace, plan(1), router="round_robin")
     assert found.pool_reuse == pytest.approx((200 + 199) / 800)
-    small = simulate(trace, plan(1, pool_blocks=1), router="round_robin")
+    small = routers.simulate(trace, plan(1, pool_blocks=1), router="round_robin")
     assert (small.pool_reuse, small.host_reuse) == (pytest.approx(0.25), pytest.approx(199 / 800))
-    apart = simulate(trace, plan(3), router="round_robin")
+    apart = routers.simulate(trace, plan(3), router="round_robin")
     assert (apart.pool_reuse, apart.remote_reuse) == (0, pytest.approx(399 / 800))
     assert apart.first_token_p50_s == pytest.approx(0.022 + 0.1)
 
@@ -75,31 +66,31 @@ def test_a_disk_below_finds_what_memory_lost():
     trace = trace_of((0, b"ab"), (1, b"wxyz"), (2, b"abc"))
     rates = replace(RATES, disk=Link(bytes_per_s=1e5))
     small = {"pool_blocks": 4, "host_blocks": 4, "rates": rates}
-    assert simulate(trace, plan(1, **small), router="round_robin").reuse == 0
-    found = simulate(trace, plan(1, disk_blocks=10, **small), router="round_robin")
+    assert routers.simulate(trace, plan(1, **small), router="round_robin").reuse == 0
+    found = routers.simulate(trace, plan(1, disk_blocks=10, **small), router="round_robin")
     assert found.reuse == found.disk_reuse == pytest.approx(200 / 900)
 
 
 def test_what_is_late_is_no_goodput():
     trace = trace_of((0, b"abcde"), (0, b"vwxyz"))
-    found = simulate(trace, plan(1, deadline_s=0.6), router="round_robin")
+    found = routers.simulate(trace, plan(1, deadline_s=0.6), router="round_robin")
     assert (found.in_time, found.goodput_per_s) == (0.5, pytest.approx(1.0))
 
 
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("router", routers.ROUTERS)
 def test_one_replica_with_all_the_memory_reuses_what_an_infinite_cache_finds_each_time(router):
-    one, other = (simulate(excerpt(SYNTHETIC), plan(4), router=router) for _ in range(2))
+    one, other = (routers.simulate(excerpt(SYNTHETIC), plan(4), router=router) for _ in range(2))
     assert replace(one, seconds=0) == replace(other, seconds=0)
     trace = excerpt(CONVERSATION)
     plenty = plan(1, pool_blocks=10**6, host_blocks=10**6)
-    found = simulate(trace, plenty, router=router)
+    found = routers.simulate(trace, plenty, router=router)
     # The last token of a prompt is computed in any case, and requests come while others run.
     assert found.reuse == pytest.approx(infinite(trace).token_hit_ratio, abs=0.002)
 
 
 def test_every_router_stands_beside_one_replica_also_in_pictures_that_start_at_0():
     titles: list[str] = []
-    found = compare_routers(
+    found = routers.compare_routers(
         excerpt(SYNTHETIC),
         plan(4),
         ["pow2", "kvray"],
@@ -119,7 +110,7 @@ def test_every_router_stands_beside_one_replica_also_in_pictures_that_start_at_0
 @pytest.mark.parametrize("load", [0.1, 0.5, 0.9])
 def test_one_prefix_in_every_request_loads_no_replica_too_much(load):
     trace = random_trace(800, shared_blocks=20, own_blocks=4, load=load)
-    found = simulate(trace, plan(), router="kvray")
+    found = routers.simulate(trace, plan(), router="kvray")
     assert found.load_spread <= 1.4
     assert found.reuse > 0.8
 
@@ -127,7 +118,7 @@ def test_one_prefix_in_every_request_loads_no_replica_too_much(load):
 @pytest.mark.parametrize("load", [0.3, 0.7, 0.95])
 def test_without_a_shared_prefix_kvray_is_no_worse_than_the_power_of_two(load):
     trace = random_trace(800, shared_blocks=0, own_blocks=10, load=load)
-    pow2, kvray = (simulate(trace, plan(), router=name) for name in ("pow2", "kvray"))
+    pow2, kvray = (routers.simulate(trace, plan(), router=name) for name in ("pow2", "kvray"))
     assert kvray.reuse == pow2.reuse == 0
     assert kvray.throughput_per_s >= 0.97 * pow2.throughput_per_s
     assert kvray.first_token_p90_s <= 1.03 * pow2.first_token_p90_s
@@ -145,7 +136,7 @@ def test_in_conversations_near_saturation_kvray_reuses_more_and_answers_sooner()
         block += count
         requests.append((now, ids.copy()))
     fleet = plan(4, pool_blocks=300, host_blocks=600)
-    found = compare_routers(trace_of(*requests), fleet, [*ROUTERS][:4])
+    found = routers.compare_routers(trace_of(*requests), fleet, [*routers.ROUTERS][:4])
     by_name = {one.router: one for one in found.outcomes}
     kvray = by_name.pop("kvray")
     for other in by_name.values():
@@ -181,7 +172,7 @@ def on_node(num_tokens: int, tier: str = "host") -> Stretch:
     ids=["with their nodes", "to the first gap", "not behind a gap", "on disk", "a partial block"],
 )
 def test_blocks_of_a_prompt_are_found(fleet, used, asked, found):
-    memory = Memory(trace_of((0, b"abcd")), fleet)
+    memory = routers.Memory(trace_of((0, b"abcd")), fleet)
     for replica, blocks in used:
         memory.use(replica, blocks)
     assert memory.stretches(*asked) == found
@@ -190,13 +181,13 @@ def test_blocks_of_a_prompt_are_found(fleet, used, asked, found):
 ROUTERS_TRACE = random_trace(1, shared_blocks=200, own_blocks=2, load=1)
 
 
-def router(name: str, count: int = 3) -> Router:
+def router(name: str, count: int = 3) -> routers.Router:
     fleet = plan(count, imbalance_max=4)
-    return ROUTERS[name](fleet, ROUTERS_TRACE, Memory(ROUTERS_TRACE, fleet))
+    return routers.ROUTERS[name](fleet, ROUTERS_TRACE, routers.Memory(ROUTERS_TRACE, fleet))
 
 
-def request(number: int, *ids: int) -> Request:
-    return Request(number=number, ids=ids, num_tokens=100 * len(ids))
+def request(number: int, *ids: int) -> routers.Request:
+    return routers.Request(number=number, ids=ids, num_tokens=100 * len(ids))
 
 
 def test_round_robin_takes_turns_and_the_power_of_two_never_takes_the_longest_queue():
@@ -223,7 +214,7 @@ def test_ingresses_that_choose_together_route_as_one_and_others_worse():
 
     def p90(router: str, num_ingresses: int) -> float:
         known = {"pool_blocks": 400, "host_blocks": 1500, "num_ingresses": num_ingresses}
-        return simulate(trace, plan(**known), router=router).first_token_p90_s
+        return routers.simulate(trace, plan(**known), router=router).first_token_p90_s
 
     assert p90("kvray", 4) == p90("kvray", 1) == p90("alone", 1)
     assert p90("alone", 4) > 1.05 * p90("kvray", 4)
