@@ -10,9 +10,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 import typer
@@ -37,12 +36,10 @@ COMMANDS = dict(commands(typer.main.get_command(cli_app)))
 PARAMETERS = [(command, one) for command in COMMANDS.values() for one in command.params]
 
 
-def assert_refused(
-    done: Done, tmp_path: Path, *words: str, kept: frozenset[str] | set[str] = frozenset()
-) -> None:
+def assert_refused(done: Done, tmp_path: Path, *words: str, kept: Collection[str] = ()) -> None:
     """Fail unless a command was refused in one sentence, and left nothing else behind."""
     forks.assert_refused(done, *words)
-    assert {path.name for path in tmp_path.iterdir()} == kept
+    assert {path.name for path in tmp_path.iterdir()} == {*kept}
 
 
 @pytest.fixture
@@ -142,12 +139,18 @@ def test_unknown_setting_is_refused_with_its_line_and_the_nearest_one(
     assert_refused(done, tmp_path, *words, kept={"kvray.yaml"})
 
 
+ENDPOINTS = "Give the endpoints with --url, or --local."
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [
         ("up --config nowhere.yaml", ("nowhere.yaml", "cannot be read")),
         ("up --address head", ("'head' is no Ray address",)),
         ("up --address 10.0..5:6379", ("Nobody answers at the Ray address 10.0..5:6379",)),
+        ("up --address 127.0.0.1:1", ("Nobody answers at the Ray address 127.0.0.1:1",)),
+        ("down --address 127.0.0.1:1", ("Nobody answers at the Ray address 127.0.0.1:1",)),
+        ("status --address 127.0.0.1:1", ("Nobody answers at the Ray address 127.0.0.1:1",)),
         ("up --address head:\u00b2", ("is no Ray address",)),
         ("dashboard serve --host 10.0..5", ("cannot listen at 10.0..5 port 8270",)),
         ("up --port 7000 --address 10.0.0.5:6379", ("leave one of the two out",)),
@@ -161,6 +164,12 @@ def test_unknown_setting_is_refused_with_its_line_and_the_nearest_one(
         ("bench local --capacity much", ("--capacity", "64GiB")),
         ("bench local --capacity 1MiB", ("--capacity 1MiB is too small", "64MiB")),
         ("bench local --capacity 4096TiB", ("TiB", "smaller --capacity, or --quick")),
+        ("bench serve", (ENDPOINTS,)),
+        ("bench serve --url a=http://x --local", (ENDPOINTS,)),
+        ("bench serve --url a=http://x --url a=http://y", ("the same name",)),
+        ("bench serve --url a=http://x --workload none", ("one-prefix",)),
+        ("bench serve --local --plot nowhere/figures.png", ("no directory nowhere",)),
+        ("bench serve --local --plot figures.pdf", ("figures.pdf",)),
         ("bench nvme --quick --dir /dev/shm", ("kept in memory (tmpfs)", "--dir")),
         ("bench nvme --dir nowhere", ("No such file",)),
         ("bench nvme --dir /dev/null", ("/dev/null (Not a directory); name one", "in --dir.")),
@@ -180,89 +189,60 @@ def test_working_directory_that_is_gone_is_said(tmp_path):
     assert_refused(done, tmp_path, "The working directory was removed")
 
 
-def kvray_to(stdout: TextIO, *args: str) -> Done:
-    command = [sys.executable, "-m", "kvray", *args]
-    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+FULL = "kvray: stdout cannot be written: No space left on device.\n"
+CLOSED = "kvray: stdout is closed; give the command one, or send it to /dev/null.\n"
 
 
-@pytest.mark.parametrize("args", [["--version"], ["--help"], ["config", "show"]])
-def test_stdout_that_cannot_be_written_is_said(args):
-    with open("/dev/full", "w") as full:
-        done = kvray_to(full, *args)
-    assert done.returncode == 2
-    assert done.stderr == "kvray: stdout cannot be written: No space left on device.\n"
+@pytest.mark.parametrize(
+    ("command", "status", "stdout", "stderr"),
+    [
+        ("--version >/dev/full", 2, "", FULL),
+        ("--help >/dev/full", 2, "", FULL),
+        ("config show >/dev/full", 2, "", FULL),
+        ("config show >&-", 2, "", CLOSED),
+        ("config show --json -c none 2>&-", 2, "", ""),
+        ("down 2>&-", 0, "No tier no-such-tier was running.\n", ""),
+    ],
+)
+def test_output_that_cannot_be_written_is_said_where_it_can_be(command, status, stdout, stderr):
+    environ = {**os.environ, "KVRAY_CLUSTER_NAME": "no-such-tier"}
+    done = forks.run("sh", "-c", f"exec {sys.executable} -m kvray {command}", env=environ)
+    assert (done.returncode, done.stdout, done.stderr) == (status, stdout, stderr)
 
 
 def test_reader_that_has_enough_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w") as pipe:
-        done = kvray_to(pipe, "config", "show")
-    assert (done.returncode, done.stderr) == (141, "")
+    with open(writer, "w") as stdout:
+        command = [sys.executable, "-m", "kvray", "config", "show"]
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_closed_stdout_is_said():
-    done = forks.run("sh", "-c", f"exec {sys.executable} -m kvray config show >&-")
-    assert done.returncode == 2
-    assert done.stderr.startswith("kvray: stdout is closed")
-
-
-@pytest.mark.parametrize(
-    ("command", "status", "said"),
-    [("config show --json -c none", 2, ""), ("down", 0, "No tier no-such-tier was running.\n")],
-)
-def test_closed_stderr_changes_neither_output_nor_status(command, status, said):
-    environ = {**os.environ, "KVRAY_CLUSTER_NAME": "no-such-tier"}
-    done = forks.run("sh", "-c", f"exec {sys.executable} -m kvray {command} 2>&-", env=environ)
-    assert (done.returncode, done.stdout) == (status, said)
-
-
-@pytest.fixture
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-@pytest.mark.parametrize("command", ["up", "down", "status"])
-def test_dead_ray_address_is_named(run_kvray, tmp_path, closed_port, command):
-    address = f"127.0.0.1:{closed_port}"
-    done = run_kvray(command, "--address", address)
-    assert_refused(done, tmp_path, f"Nobody answers at the Ray address {address}")
-
-
-def test_port_in_use_is_refused(run_kvray, tmp_path):
+def test_port_in_use_and_a_directory_that_ray_cannot_use_are_refused(run_kvray, tmp_path):
     with socket.create_server(("", 0)) as server:  # which is no Ray
         port = server.getsockname()[1]
         done = run_kvray("up", "--port", str(port))
     assert_refused(done, tmp_path, f"Port {port}", "choose another --port")
-
-
-def test_arena_that_cannot_fit_is_refused_before_a_ray_is_started(run_kvray, short_dir):
-    done = run_kvray("up", KVRAY_ARENA__CAPACITY="100TiB", TMPDIR=str(short_dir))
-    assert_refused(done, short_dir, "The arena needs", "lower arena.capacity")
-
-
-def test_plan_says_that_an_arena_cannot_fit_and_before_ray_is_started_how_to_start_it(
-    run_kvray, closed_port
-):
-    done = run_kvray("up", "--plan", KVRAY_ARENA__CAPACITY="100TiB")
-    assert done.returncode == 2
-    assert "is missing" in done.stdout
-    assert "lower arena.capacity" in done.stderr
-    address = f"127.0.0.1:{closed_port}"
-    environ = {"KVRAY_ARENA__CAPACITY": "64MiB", "KVRAY_SHARD__RESOURCE": "kvray_shard"}
-    done = run_kvray("up", "--plan", "--address", address, **environ)
-    assert done.returncode == 2
-    command = f"ray start --address={address} --object-store-memory=1073741824 --memory="
-    assert command in done.stdout
-    assert """--resources='{"kvray_shard": 1}'""" in done.stdout
-    assert "Nobody answers" in done.stderr
-
-
-def test_directory_for_rays_files_is_one_that_ray_can_use(run_kvray, tmp_path):
     (tmp_path / "é").mkdir()
     done = run_kvray("up", TMPDIR=str(tmp_path / "é"))
     assert_refused(done, tmp_path, "set TMPDIR", kept={"é"})
+
+
+def test_arena_that_cannot_fit_is_refused_before_a_ray_is_started_which_a_plan_says_how_to(
+    run_kvray, short_dir
+):
+    done = run_kvray("up", KVRAY_ARENA__CAPACITY="100TiB", TMPDIR=str(short_dir))
+    assert_refused(done, short_dir, "The arena needs", "lower arena.capacity")
+    done = run_kvray("up", "--plan", KVRAY_ARENA__CAPACITY="100TiB")
+    assert (done.returncode, "is missing" in done.stdout) == (2, True)
+    assert "lower arena.capacity" in done.stderr
+    environ = {"KVRAY_ARENA__CAPACITY": "64MiB", "KVRAY_SHARD__RESOURCE": "kvray_shard"}
+    done = run_kvray("up", "--plan", "--address", "127.0.0.1:1", **environ)
+    assert (done.returncode, "Nobody answers" in done.stderr) == (2, True)
+    command = "ray start --address=127.0.0.1:1 --object-store-memory=1073741824 --memory="
+    assert command in done.stdout
+    assert """--resources='{"kvray_shard": 1}'""" in done.stdout
 
 
 def test_shard_of_another_ray_is_named(run_kvray, short_dir):
@@ -321,8 +301,7 @@ def test_clear_asks_first_and_down_without_a_tier_is_fine(call_kvray, run_kvray,
 
 def test_verbose_shows_where_an_error_came_from(run_kvray):
     done = run_kvray("status", "--verbose", KVRAY_CLUSTER_NAME="no-such-tier")
-    assert done.returncode == 2
-    assert "Traceback" in done.stderr
+    assert (done.returncode, "Traceback" in done.stderr) == (2, True)
     assert "ShardUnavailable" in done.stderr
 
 
@@ -375,23 +354,18 @@ def test_an_arena_that_a_shard_of_another_ray_owns_is_left_and_named(run_kvray, 
     assert list(parent.iterdir()) == []
 
 
-def make_session(temp_dir: Path, name: str, dashboards: Path) -> None:
-    """Make what Ray's dashboard writes at the start of a session."""
-    session = temp_dir / name
-    providers = session / "metrics" / "grafana" / "provisioning" / "dashboards"
-    providers.mkdir(parents=True)
-    described = {"providers": [{"name": "Ray", "options": {"path": str(dashboards)}}]}
-    (providers / "default.yml").write_text(yaml.safe_dump(described))
-    dashboards.mkdir(parents=True)
-    latest = temp_dir / "session_latest"
-    latest.unlink(missing_ok=True)
-    latest.symlink_to(session)
-
-
-def test_it_goes_into_the_latest_session_again_and_again(call_kvray, tmp_path):
+def test_a_dashboard_goes_into_ray_s_latest_session_again_and_again_and_alerts_to_prometheus(
+    call_kvray, tmp_path
+):
     ray = tmp_path / "ray"
-    for name in ("session_1", "session_2"):
-        make_session(ray, name, tmp_path / name)
+    for name in ("session_1", "session_2"):  # as Ray's dashboard writes them when they start
+        providers = ray / name / "metrics" / "grafana" / "provisioning" / "dashboards"
+        for directory in (providers, tmp_path / name):
+            directory.mkdir(parents=True)
+        described = {"providers": [{"name": "Ray", "options": {"path": str(tmp_path / name)}}]}
+        (providers / "default.yml").write_text(yaml.safe_dump(described))
+        (ray / "session_latest").unlink(missing_ok=True)
+        (ray / "session_latest").symlink_to(ray / name)
         for _ in range(2):
             done = call_kvray("dashboard", "install", "--ray-temp-dir", ray)
             assert done.returncode == 0, done.stderr
@@ -399,19 +373,11 @@ def test_it_goes_into_the_latest_session_again_and_again(call_kvray, tmp_path):
         (path,) = (tmp_path / name).iterdir()
         assert json.loads(path.read_text())["uid"] == "kvray"
     assert "repeat this after a restart" in done.stdout
-
-
-def test_what_prometheus_needs_is_printed_as_yaml(call_kvray, tmp_path):
-    make_session(tmp_path / "ray", "session_1", tmp_path / "boards")
-
-    done = call_kvray("dashboard", "scrape", "--ray-temp-dir", tmp_path / "ray")
-
-    needed = yaml.safe_load(done.stdout)
+    needed = yaml.safe_load(call_kvray("dashboard", "scrape", "--ray-temp-dir", ray).stdout)
     (rules,) = needed["rule_files"]
     assert "KvrayCorruptBlocks" in Path(rules).read_text()
-    (job,) = needed["scrape_configs"]
-    (files,) = job["file_sd_configs"]
-    assert files["files"] == [str(tmp_path / "ray" / "prom_metrics_service_discovery.json")]
+    (files,) = needed["scrape_configs"][0]["file_sd_configs"]
+    assert files["files"] == [str(ray / "prom_metrics_service_discovery.json")]
 
 
 def test_a_dashboard_goes_into_any_directory_of_a_grafana_or_is_printed(call_kvray, tmp_path):
