@@ -78,15 +78,12 @@ def test_tier_at_work_is_shown_on_a_phone_as_text(browser, scheme):
         shows(page, f"on-aa {MARKUP}")
         shows(page, "00ff00ff")
         assert page.locator("img, script:not([src])").count() == 0
-        shade = (
-            page.locator("#requests .share i")
-            .nth(3)
-            .evaluate(
-                "e => [getComputedStyle(e).backgroundColor, e.style.color = 'var(--s3)',"
-                " getComputedStyle(e).color]"
-            )
+        share = page.locator("#requests .share i").nth(3)
+        shade, _, colour = share.evaluate(
+            "e => [getComputedStyle(e).backgroundColor, e.style.color = 'var(--s3)',"
+            " getComputedStyle(e).color]"
         )
-        assert shade[0] == shade[2], "one colour means one source, here and in the charts"
+        assert shade == colour, "one colour means one source, here and in the charts"
         assert page.locator("#shares canvas").is_visible()
         assert page.locator("#curve canvas").is_visible()
         page.locator("#requests summary").first.click()
@@ -108,8 +105,7 @@ def test_request_that_is_open_stays_open_and_keeps_the_focus(browser):
         shows(page, "160 of 320 tokens were hits")
         expect(page.locator("#requests details")).to_have_count(2, timeout=PATIENT_MS)
         expect(page.locator("#requests details[open] summary")).to_be_focused()
-        summary = page.locator("#requests details[open] summary")
-        summary.press("Enter")
+        page.locator("#requests details[open] summary").press("Enter")
         expect(page.locator("#requests details")).to_have_count(1, timeout=PATIENT_MS)
 
 
@@ -118,12 +114,12 @@ def test_request_is_found_by_its_number(browser):
 
     def look(number: int | None) -> None:
         looked.append(number)
-        found = {"id": str(number), "requests": requests(time.time())["requests"][:1], "says": ""}
-        if number == 7:
-            shown.take({"part": REQUESTS, "answer": {**requests(time.time()), "found": found}}, 0.0)
-        elif number is not None:
-            none = {**found, "requests": [], "says": f"No request {number} is known."}
-            shown.take({"part": REQUESTS, "answer": {**requests(time.time()), "found": none}}, 0.0)
+        told = requests(time.time())
+        found = {"id": str(number), "requests": told["requests"][:1], "says": ""}
+        if number != 7:
+            found |= {"requests": [], "says": f"No request {number} is known."}
+        if number is not None:
+            shown.take({"part": REQUESTS, "answer": {**told, "found": found}}, 0.0)
 
     with opened(browser, app_of(shown, look=look)) as page:
         shows(page, "Tier prod")
@@ -138,7 +134,7 @@ def test_request_is_found_by_its_number(browser):
     assert {None, 7, 99} <= set(looked)
 
 
-def test_old_figures_are_marked_with_their_age_and_what_to_do(browser):
+def test_what_is_old_or_silent_is_marked_with_its_age_and_what_to_do(browser):
     shown = fill(PageState("prod"), ago=30)
     shown.take({"part": STATUS, "trouble": "No tier; start it with `kvray up`."}, time.time() - 28)
     said = re.compile(
@@ -154,13 +150,9 @@ def test_old_figures_are_marked_with_their_age_and_what_to_do(browser):
         expect(page.locator("section.old")).to_have_count(0, timeout=PATIENT_MS)
         expect(page.locator("#banner")).to_be_empty()
         assert page.title() == "prod kvray"
-
-
-def test_silent_shard_is_told_from_the_others(browser):
-    shown, gone = fill(PageState("prod")), status(22)
-    gone["shards"][1] = silent("bb")
-    shown.take({"part": STATUS, "answer": gone}, time.time())
-    with opened(browser, app_of(shown)) as page:
+        gone = status(22)
+        gone["shards"][1] = silent("bb")
+        shown.take({"part": STATUS, "answer": gone}, time.time())
         shows(page, "shard bb: does not answer")
         assert page.locator("#wrong").is_visible()
         expect(page.locator(".figure.bad")).to_contain_text("faults1at present")

@@ -2,11 +2,8 @@
 
 import signal
 import socket
-import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -17,26 +14,20 @@ from kvray.cli.page.command import _announce, _listening
 from kvray.cli.page.server import Gate, make_app
 from kvray.cli.page.state import STATUS, PageState
 from kvray.config import load_config
+from kvray.console import output
 from tests.forks import assert_refused, running_kvray
 from tests.unit.cli.answers import NOW, status
 from tests.waiting import HANG_S
 
 
-@contextmanager
-def serving(tmp_path: Path) -> Iterator["tuple[subprocess.Popen[str], str]"]:
-    """Give a running server and its address."""
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_page_is_served_until_a_signal_and_leaves_no_process(tmp_path, signum):
     command = ("dashboard", "serve", "--port", "0")
     with running_kvray(*command, TMPDIR=str(tmp_path)) as process:
         assert process.stdout is not None
         said = process.stdout.readline()
         assert said.startswith("The page is at http://"), process.stderr
-        yield process, said.split()[4]
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_page_is_served_until_a_signal_and_leaves_no_process(tmp_path, signum):
-    with serving(tmp_path) as (process, address):
-        with urllib.request.urlopen(address, timeout=20) as answer:
+        with urllib.request.urlopen(said.split()[4], timeout=HANG_S) as answer:
             assert b"<title>kvray</title>" in answer.read()
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signum)
@@ -51,6 +42,9 @@ def test_port_in_use_and_a_missing_package_are_one_sentence(call_kvray, monkeypa
     assert_refused(done, "Address already in use", "--port")
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert_refused(call_kvray("dashboard", "serve"), "pip install 'kvray[dashboard]'")
+    monkeypatch.setattr(output, "find_spec", lambda name: None)
+    done = call_kvray("bench", "serve", "--local", "--plot", "x.png")
+    assert_refused(done, "--plot needs matplotlib; run `pip install 'kvray[bench]'`.")
 
 
 def test_an_address_that_others_reach_is_warned_of_and_one_of_ipv6_is_in_brackets(capsys):
@@ -130,7 +124,7 @@ def test_page_of_another_name_that_points_here_reads_nothing_and_own_names_are_k
         assert (answer.status_code, "set-cookie" in answer.headers) == (200, False), host
 
 
-def test_without_the_token_nothing_of_the_tier_is_told(token_file):
+def test_without_the_token_nothing_of_the_tier_is_told_and_with_it_there_is_a_cookie(token_file):
     browser = browse(token_file)
     answer = browser.get("/state")
     assert (answer.status_code, set(answer.json())) == (401, {"says"})
@@ -139,10 +133,6 @@ def test_without_the_token_nothing_of_the_tier_is_told(token_file):
     assert browser.get("/state", headers=wrong).status_code == 401
     assert browser.get("/state?token=wrong").status_code == 401
     assert browser.get("/", headers=wrong).status_code == 200  # the form is no secret
-
-
-def test_token_in_a_header_is_turned_into_a_cookie_that_is_not_the_token(token_file):
-    browser = browse(token_file)
     answer = browser.get("/state", headers={"Authorization": f"Bearer {TOKEN}"})
     assert answer.json()["nodes"]
     given = answer.headers["set-cookie"]
@@ -152,22 +142,15 @@ def test_token_in_a_header_is_turned_into_a_cookie_that_is_not_the_token(token_f
     assert browser.get("/state").status_code == 200
 
 
-def test_token_in_the_address_is_taken_out_of_it(token_file):
+def test_token_in_the_address_is_taken_out_of_it_and_a_new_one_holds_at_once(token_file):
+    wrong = browse(token_file).get("/?token=wrong", follow_redirects=False)
+    assert (wrong.status_code, "set-cookie" in wrong.headers) == (200, False)
     browser = browse(token_file)
     answer = browser.get("/", params={"token": TOKEN}, follow_redirects=False)
     assert (answer.status_code, answer.headers["location"]) == (303, "./")
-    assert browser.get("/state").status_code == 200
-    wrong = browse(token_file).get("/?token=wrong", follow_redirects=False)
-    assert (wrong.status_code, "set-cookie" in wrong.headers) == (200, False)
-
-
-def test_new_token_holds_at_once_and_one_that_others_can_read_closes_the_page(token_file):
-    browser = browse(token_file)
-    browser.get("/", params={"token": TOKEN})
     assert browser.get("/state").status_code == 200
     token_file.write_text("quite another token")
     assert browser.get("/state").status_code == 401
     token_file.chmod(0o644)
     answer = browser.get("/state")
-    assert answer.status_code == 503
-    assert "chmod 600" in answer.json()["says"]
+    assert (answer.status_code, "chmod 600" in answer.json()["says"]) == (503, True)
