@@ -36,15 +36,12 @@ def limited(what: int, most: int) -> Iterator[None]:
         resource.setrlimit(what, before)
 
 
-def test_this_machine_has_no_fault():
+def test_this_machine_has_no_fault_and_nixl_is_not_tried_where_it_is_not_configured():
     found = {one.check: one for one in node.machine_findings(DEFAULTS)}
     assert not [one for one in found.values() if one.verdict == "fault"]
     assert found["software"].says.startswith("kvray ")
     assert found["connector"].says.endswith("without Ray")
     assert all(one.fix for one in found.values() if one.verdict == "hint")
-
-
-def test_nixl_is_not_tried_where_it_is_not_configured():
     config = load_config(overrides={"staging.transports": ["object_ref"]}, environ={})
     assert node._nixl(config).verdict == "skipped"
 
@@ -57,22 +54,19 @@ def test_nixl_is_not_tried_where_it_is_not_configured():
         ("import a_library_of_it", "does not load (No module named 'a_library_of_it')"),
     ],
 )
-def test_nixl_that_is_broken_is_not_said_to_be_missing(tmp_path, monkeypatch, module, words):
+def test_nixl_that_is_broken_is_not_said_to_be_missing_and_a_broken_connector_is_a_fault(
+    tmp_path, monkeypatch, module, words
+):
     (tmp_path / "nixl").mkdir()
     (tmp_path / "nixl" / "__init__.py").write_text("")
     (tmp_path / "nixl" / "_bindings.py").write_text(module)
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is broken here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     one = node._nixl(DEFAULTS)
     assert words in one.says
     assert "pip install" not in one.says + one.fix
-
-
-def test_connector_that_cannot_be_imported_is_a_fault(tmp_path, monkeypatch):
-    (tmp_path / "torch.py").write_text("raise ImportError('torch is broken here')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     one = node._connector()
-    assert one.verdict == "fault"
-    assert "torch is broken here" in one.says
+    assert (one.verdict, "torch is broken here" in one.says) == ("fault", True)
 
 
 def test_few_open_files_are_a_hint_and_locked_memory_matters_to_rdma_only(monkeypatch):
