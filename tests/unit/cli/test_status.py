@@ -13,17 +13,6 @@ from kvray.cli import status
 from kvray.cli.asking import for_people, show_answer
 from kvray.cli.doctor.tier import hit_findings
 from kvray.cli.hits import total_counters
-from kvray.cli.status import (
-    _report,
-    _watch,
-    counter_tables,
-    ended_line,
-    namespaces_report,
-    nodes_table,
-    replicas_table,
-    shares_report,
-    unnamed_sentences,
-)
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.identity.block import Namespace
 from tests.unit.actors.small_shard import NAMESPACE
@@ -33,25 +22,25 @@ from tests.unit.cli.conftest import rows, shown
 
 
 def _print(found: dict[str, Any]) -> None:
-    show_answer(found, lambda told: _report(told, wide=True), as_json=False)
+    show_answer(found, lambda told: status._report(told, wide=True), as_json=False)
 
 
 FULL = {**ARENA, "taken_bytes": 6 * 2**30 // 10}
 
 
-@pytest.mark.parametrize(
-    ("shard", "row"),
-    [
-        ({"state": "serving", "uptime_s": 7300, "arena": ARENA}, "serving 2 h 0% 1GiB 5"),
-        ({"state": "serving", "arena": FULL}, "serving 60% 1GiB 5"),
-        ({"state": "preparing", "done": 1, "total": 4}, "preparing 25 %"),
-        ({"state": "unreachable", "message": "no answer"}, "unreachable 1"),
-    ],
-    ids=["it serves", "its slots are taken", "it gets ready", "it does not answer"],
-)
-def test_a_node_shows_how_full_it_is_or_its_state(shard, row):
-    table = nodes_table([{"shard": "kvray-shard-0123456789ab", **shard}])
-    assert f"0123456789ab {row}" in rows(shown(table))
+def test_a_node_shows_how_full_it_is_or_its_state():
+    shards = [
+        {"shard": "kvray-shard-a", "state": "serving", "uptime_s": 7300, "arena": ARENA},
+        {"shard": "kvray-shard-b", "state": "serving", "arena": FULL},
+        {"shard": "kvray-shard-c", "state": "preparing", "done": 1, "total": 4},
+        {"shard": "kvray-shard-d", "state": "unreachable", "message": "no answer"},
+    ]
+    assert {
+        "a serving 2 h 0% 1GiB 5",
+        "b serving 60% 1GiB 5",
+        "c preparing 25 %",
+        "d unreachable 1",
+    } <= {*rows(shown(status.nodes_table(shards)))}
 
 
 def test_ten_nodes_fit_on_one_screen_with_hosts_hits_disks_and_faults():
@@ -68,7 +57,7 @@ def test_ten_nodes_fit_on_one_screen_with_hosts_hits_disks_and_faults():
         lost={"0000000000ff": 125.0},
     )
     found["shards"][3] |= silent(names[3])
-    text = shown(*_report(for_people(found)), width=100)
+    text = shown(*status._report(for_people(found)), width=100)
     lines = rows(text)
     assert len(lines) < 36
     assert max(map(len, text.splitlines()[3:-4])) <= 100
@@ -83,7 +72,7 @@ def test_ten_nodes_fit_on_one_screen_with_hosts_hits_disks_and_faults():
     } <= {*lines}
     assert not any(name in text for name in names)
     assert "stage wait" not in text
-    wide = shown(*_report(for_people(found, with_ids=True), wide=True), width=300)
+    wide = shown(*status._report(for_people(found, with_ids=True), wide=True), width=300)
     assert f"gpu-0 (10.0.0.0, {names[0]})" in wide
 
 
@@ -99,24 +88,24 @@ def test_a_status_may_be_of_one_node():
         status._of_node(found, "gpu-3")
 
 
+FOUND = {"cluster_name": "c", "lookup": {"keys": 0}, "shards": [SERVING]}
+
+
 def test_process_that_is_stopped_with_the_lock_is_named(capsys):
     stopped = {"pid": 4242, "name": "[bold]engine", "since": 1.0}
-    found = {"cluster_name": "c", "lookup": {"keys": 0}, "shards": [SERVING]}
-    _print(found)
+    _print(FOUND)
     assert "stopped" not in capsys.readouterr().out
-    _print({**found, "shards": [{**SERVING, "stopped_with_lock": stopped}]})
+    _print({**FOUND, "shards": [{**SERVING, "stopped_with_lock": stopped}]})
     said = capsys.readouterr().out
-    who = "aa: process 4242 ([bold]engine)"
-    assert f"{who} is stopped while it has the arena's lock" in said
+    assert "aa: process 4242 ([bold]engine) is stopped while it has the arena's lock" in said
     assert "kill -CONT 4242" in said
 
 
 def test_a_watched_tier_that_goes_away_is_said_beside_its_last_status(monkeypatch):
     console = Console(width=120, record=True)
-    found = {"cluster_name": "c", "lookup": {"keys": 0}, "shards": [SERVING]}
-    ask = Mock(side_effect=[found, ShardUnavailable("No tier runs."), KeyboardInterrupt])
+    ask = Mock(side_effect=[FOUND, ShardUnavailable("No tier runs."), KeyboardInterrupt])
     monkeypatch.setattr(status, "_WATCH_S", 0.0)
-    _watch(ask, console, wide=False)
+    status._watch(ask, console, wide=False)
     text = console.export_text()
     assert "No answer: No tier runs. Trying again." in text
     assert "0% 1GiB" in text
@@ -130,33 +119,28 @@ def test_partitions_of_the_lookup_have_a_row_each_and_are_summed():
     assert (found["keys"], found["entries"], found["shards"]) == (8, 16, {"a": 1})
     assert found["bytes_per_key"] == round((600 + 2**20) / 8, 1)
     parts = {one["lookup"]: one for one in found["partitions"]}
-    lines = rows(shown(*counter_tables("Lookup", parts, "lookup")))
-    assert "lookup keys 3 5" in lines
-    assert "lookup 600B 1MiB" in lines
-    assert "lookup queries 2 2" in lines
+    lines = rows(shown(*status.counter_tables("Lookup", parts, "lookup")))
+    assert {"lookup keys 3 5", "lookup 600B 1MiB", "lookup queries 2 2"} <= {*lines}
 
 
-def test_replica_shows_hits_and_misses_by_reason_and_that_it_is_gone():
+def test_replica_shows_hits_and_misses_by_reason_and_those_that_are_gone_are_told():
     counters = {"requests": 7, "prompt_tokens": 900, "local_tokens": 32, "hit_tokens": 512}
     counters |= {"miss_tokens_not_stored": 320, "miss_tokens_arena_busy": 0, "stored_blocks": 10}
     counters |= {"stage_wait_us": 2_455_000}
     hits = {"host": 450, "nvme": 22, "nixl": 30, "object_ref": 10}
     counters |= {f"hit_tokens_from_{name}": count for name, count in hits.items()}
-    words = " ".join(shown(replicas_table([replica(**counters)]), width=120).split())
+    words = " ".join(shown(status.replicas_table([replica(**counters)]), width=120).split())
     assert "r-1 0 7 900 4% 50% 2% 4% 40% 320 not stored 2.5 s stage wait, 10 stored blocks" in words
     assert "busy" not in words
-    assert "gone" in shown(replicas_table([replica(connected=False)]))
-
-
-def test_who_ended_a_while_ago_is_a_sum():
+    assert "gone" in shown(status.replicas_table([replica(connected=False)]))
     ended = [
         {"ranks": 40, "counters": {"requests": 1500, "prompt_tokens": 9000, "hit_tokens": 700}},
         {"ranks": 2, "counters": {}},
     ]
-    assert ended_line(ended) == (
+    assert status.ended_line(ended) == (
         "42 ranks ended before and are not listed: 1,500 requests, 700 hit tokens."
     )
-    assert ended_line(ended[1:]) == "2 ranks ended before and are not listed."
+    assert status.ended_line(ended[1:]) == "2 ranks ended before and are not listed."
     totals = total_counters([replica(prompt_tokens=1), *ended])
     assert totals["prompt_tokens"] == 9001
 
@@ -175,57 +159,40 @@ def test_a_counter_or_name_with_markup_is_printed_as_it_is(capsys):
 MINE = replace(NAMESPACE, model="sha256:ab")
 
 
-def shard_of(**namespaces: Namespace) -> tuple[Replicas, dict[str, Any]]:
-    """Return the replicas of a shard, by name and in this order, and what its status says."""
+def shard_of(*gone: str, **namespaces: Namespace) -> dict[str, Any]:
+    """Return what the status of a shard says of replicas by name, in this order."""
     replicas = Replicas()
     for connection, (name, namespace) in enumerate(namespaces.items()):
         replicas.register(connection, name, 0, namespace)
-    return replicas, status_of(replicas)
-
-
-def status_of(replicas: Replicas) -> dict[str, Any]:
+        if name in gone:
+            replicas.disconnect(connection)
     return {"replicas": replicas.status(), "namespaces": replicas.namespaces()}
 
 
-def words_of(*shards: dict[str, Any]) -> list[list[str]]:
-    """Return the lines of table and sentence as words; of no report nothing."""
-    text = shown(*(namespaces_report(list(shards)) or ()), width=120)
-    return [line.split() for line in text.splitlines()]
+def compared(*shards: dict[str, Any]) -> list[str]:
+    """Return the lines of table and sentence; of no report nothing."""
+    return rows(shown(*(status.namespaces_report(list(shards)) or ()), width=120))
 
 
-def test_replicas_of_one_namespace_need_no_table():
-    _, shard = shard_of(a=MINE, b=MINE)
-    assert words_of(shard) == words_of() == words_of({"state": "preparing"}) == []
-
-
-def test_replicas_of_several_nodes_are_compared_also_those_that_are_gone():
-    replicas, _ = shard_of(a=MINE)
-    replicas.disconnect(0)
-    _, there = shard_of(b=replace(MINE, kv_dtype="float8", part_bytes=256))
-    lines = words_of(status_of(replicas), there)
-    assert ["a", "gone", "b"] in lines
-    assert ["kv_dtype", "bfloat16", "float8"] in lines
-    assert ["part_bytes", "512", "256"] in lines
-
-
-def test_only_what_differs_is_shown_and_who_differs():
-    _, shard = shard_of(a=MINE, b=replace(MINE, tp_layout="tp4"), c=MINE)
-    title, _, first, last, digests, _, row, _, sentence = words_of(shard)
-    assert title == ["Namespaces"]
-    assert digests == [replica["namespace"] for replica in shard["replicas"]][:2]
-    assert (first, last) == (["a"], ["c", "b"])
-    assert row == ["tp_layout", "tp1", "tp4"]
-    assert sentence[:5] == ["Replicas", "in", "different", "columns", "share"]
+def test_replicas_are_compared_by_what_differs_also_of_several_nodes_and_those_that_are_gone():
+    assert compared(shard_of(a=MINE, b=MINE)) == compared() == compared({"state": "starting"}) == []
+    shard = shard_of(a=MINE, b=replace(MINE, tp_layout="tp4"), c=MINE)
+    title, _, first, last, digests, _, row, _, sentence = compared(shard)
+    assert title == "Namespaces"
+    assert digests.split() == [replica["namespace"] for replica in shard["replicas"]][:2]
+    assert (first, last, row) == ("a", "c b", "tp_layout tp1 tp4")
+    assert sentence.startswith("Replicas in different columns share")
+    there = shard_of(b=replace(MINE, kv_dtype="float8", part_bytes=256))
+    lines = compared(shard_of("a", a=MINE), there)
+    assert {"a gone b", "kv_dtype bfloat16 float8", "part_bytes 512 256"} <= {*lines}
 
 
 def test_many_namespaces_and_replicas_are_cut_short_and_counted():
     many = {f"r{n}": replace(MINE, tp_layout=f"tp{n}") for n in range(8)}
     same = {f"s{n}": many["r0"] for n in range(6)}
-    _, shard = shard_of(**many, **same)
-    lines = words_of(shard)
-    assert "2 more namespaces are in kvray status --json." in " ".join(lines[-1])
-    assert ["tp_layout", "tp0", "tp1", "tp2", "tp3", "tp4", "tp5"] in lines
-    assert ["and", "3", "more", "r1", "r2", "r3", "r4", "r5"] in lines
+    lines = compared(shard_of(**many, **same))
+    assert "2 more namespaces are in kvray status --json." in lines[-1]
+    assert {"tp_layout tp0 tp1 tp2 tp3 tp4 tp5", "and 3 more r1 r2 r3 r4 r5"} <= {*lines}
 
 
 def reading(**changes: Any) -> dict[str, Any]:
@@ -237,54 +204,39 @@ FAR = "uses no tier until it has read its checkpoint: "
 
 
 @pytest.mark.parametrize(
-    ("counters", "said", "fix"),
+    ("one", "said", "fix"),
     [
-        ({}, f"{FAR}30GiB of 120GiB read, about 60 s left", "connector.model_key"),
-        ({"fingerprint_bytes_read": 0}, f"{FAR}0B of 120GiB read", "wait"),
-        ({"fingerprint_failed": 1}, "cannot read its checkpoint, and uses no tier", "log"),
+        (reading(), f"{FAR}30GiB of 120GiB read, about 60 s left", "connector.model_key"),
+        (reading(fingerprint_bytes_read=0), f"{FAR}0B of 120GiB read", "wait"),
+        (reading(fingerprint_failed=1), "cannot read its checkpoint, and uses no tier", "log"),
+        (replica("a", fingerprint_bytes=2**30), f"{FAR}0B of 1GiB read", "wait"),
+        (reading(uptime_s=0), f"{FAR}30GiB of 120GiB read, about 0 s left", "wait"),
     ],
-    ids=["a reading that goes on", "one that has just begun", "one that failed"],
+    ids=["it goes on", "it has just begun", "it failed", "nothing is known", "its time is not"],
 )
-def test_a_sentence_says_how_far_a_reading_is_and_what_to_do(counters, said, fix):
-    ((says, remedy),) = unnamed_sentences([reading(**counters)])
+def test_a_sentence_says_how_far_a_reading_is_and_what_to_do(one, said, fix):
+    known = (replica(uptime_s=20), reading(connected=False))
+    ((says, remedy),) = status.unnamed_sentences([one, *known])
     assert says == f"replica a rank 0 {said}"
     assert fix in remedy
+    findings = {one.check: one for one in hit_findings({"shards": [{"replicas": [one]}]})}
+    assert (findings["checkpoint"].says, findings["checkpoint"].fix) == (says, remedy)
 
 
-def test_figures_that_are_missing_count_as_none():
-    for read, told in (({}, "0B"), ({"fingerprint_bytes_read": 2**29}, "512MiB")):
-        ((says, _),) = unnamed_sentences([replica(fingerprint_bytes=2**30, **read)])
-        left = ", about 0 s left" if read else ""
-        assert says.partition(": ")[2] == f"{told} of 1GiB read{left}"
+def test_every_namespace_shows_what_it_has_and_may_have_but_one_without_a_quota_needs_no_table():
+    one = {"namespace": "12ab34cd", "blocks": 3, "bytes": 3 * 2**20, "quota_bytes": 5 * 2**20}
+    other = {"namespace": "", "blocks": 2, "bytes": 2 * 2**20, "quota_bytes": None}
 
+    def report(*namespaces: dict[str, Any]) -> list[Any]:
+        arena = {"namespaces": [*namespaces], "over_quota": 7}
+        return status.shares_report(
+            [{"shard": "kvray-shard-0123", "state": "serving", "arena": arena}]
+        )
 
-def test_who_knows_its_checkpoint_or_is_gone_has_no_sentence():
-    known = replica(uptime_s=20)
-    assert not list(unnamed_sentences([known, reading(connected=False)]))
-
-
-def test_doctor_says_why_nothing_is_promised_yet():
-    findings = {one.check: one for one in hit_findings({"shards": [{"replicas": [reading()]}]})}
-    assert "30GiB of 120GiB" in findings["checkpoint"].says
-
-
-def memory_shard_of(*namespaces: tuple[str, int, int | None], over_quota: int = 0) -> Any:
-    held = [
-        {"namespace": name, "blocks": blocks, "bytes": blocks * 2**20, "quota_bytes": quota}
-        for name, blocks, quota in namespaces
-    ]
-    arena = {"namespaces": held, "over_quota": over_quota}
-    return {"shard": "kvray-shard-0123", "state": "serving", "arena": arena}
-
-
-def test_every_namespace_shows_what_it_has_and_may_have():
-    shard = memory_shard_of(("12ab34cd", 3, 5 * 2**20), ("", 2, None), over_quota=7)
-    lines = rows(shown(*shares_report([shard])))
-    assert "0123 12ab34cd 3 3MiB 5MiB" in lines
-    assert "0123 not known 2 2MiB" in lines
-    assert "7 blocks were evicted because their namespace was over its quota." in lines
-
-
-def test_one_namespace_without_a_quota_needs_no_table():
-    assert shares_report([memory_shard_of(("12ab34cd", 3, None)), {"shard": "b"}]) == []
-    assert len(shares_report([memory_shard_of(("12ab34cd", 3, 2**30))])) == 1
+    assert {
+        "0123 12ab34cd 3 3MiB 5MiB",
+        "0123 not known 2 2MiB",
+        "7 blocks were evicted because their namespace was over its quota.",
+    } <= {*rows(shown(*report(one, other)))}
+    assert report(one)
+    assert report(other) == status.shares_report([{"shard": "b"}]) == []

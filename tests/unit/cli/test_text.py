@@ -1,22 +1,13 @@
 """What people read of requests, prompts, rates, links between nodes, namespaces and memory."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from kvray.actors.tier.sizing import combined
-from kvray.cli.asking import show_answer
-from kvray.cli.explain import (
-    CAUSES,
-    REASONS,
-    clock,
-    prompt_report,
-    request_report,
-    requests_sentence,
-    requests_table,
-)
+from kvray.cli import explain
 from kvray.cli.hits import History, replicas_table, source_shares
 from kvray.cli.ls import namespaces, namespaces_table, prefixes
 from kvray.cli.size import _report, make_figure, sizing_line
@@ -24,7 +15,7 @@ from kvray.cli.transports import NodeLink, choose, node_links, slow_nodes
 from kvray.store.block_history import CAUSES as CAUSE_NAMES
 from kvray.trace.reasons import MISS_REASONS
 from tests.unit.actors.tier.test_sizing import node
-from tests.unit.cli.answers import NOW, mover, replica, request, span
+from tests.unit.cli.answers import NOW, mover, replica, request, silent, span
 from tests.unit.cli.conftest import shown
 
 LEFT = {"left_node": "kvray-shard-a", "left_tier": "host", "left_by": "writer"}
@@ -39,7 +30,7 @@ EVICTED = {
 
 
 def test_a_request_is_told_range_by_range_and_in_a_sentence():
-    text = shown(*request_report(request(**EVICTED), now=NOW))
+    text = shown(*explain.request_report(request(**EVICTED), now=NOW))
     for words in (
         "Request 7 of replica one",
         "brought over NIXL from node 0123456789ab",
@@ -55,19 +46,21 @@ def test_a_request_is_told_range_by_range_and_in_a_sentence():
 def test_a_request_without_a_hit_says_why():
     missed = span(0, 304, "miss", reason="never_stored", places=[])
     one = request(reason="never_stored", hit_tokens=0, missed_tokens=304, ranges=[missed])
-    text = shown(*request_report(one, now=NOW))
+    text = shown(*explain.request_report(one, now=NOW))
     for words in ("never stored, at least not since", "(2 h ago)", "0 of 320 tokens were hits"):
         assert words in text
     one = request(reason="bypassed", num_tokens=0, hit_tokens=0, missed_tokens=0, ranges=[])
-    assert "the request has no keys" in shown(*request_report(one, now=NOW))
+    assert "the request has no keys" in shown(*explain.request_report(one, now=NOW))
 
 
 def test_several_requests_are_one_line_each_and_a_sentence():
     whole = request(request_id=8, reason="none", hit_tokens=304, missed_tokens=0)
     some = [request(**EVICTED), whole]
-    table = shown(requests_table(some, now=NOW))
+    table = shown(explain.requests_table(some, now=NOW))
     assert [line.split()[0] for line in table.splitlines() if " one " in line] == ["7", "8"]
-    assert "464 of 640 tokens of these 2 requests were hits" in shown(requests_sentence(some))
+    assert "464 of 640 tokens of these 2 requests were hits" in shown(
+        explain.requests_sentence(some)
+    )
 
 
 def test_a_prompt_is_told_by_where_its_blocks_are():
@@ -85,56 +78,49 @@ def test_a_prompt_is_told_by_where_its_blocks_are():
             span(320, 330, "computed"),
         ],
     }
-    text = shown(*prompt_report(prompt, now=NOW))
+    text = shown(*explain.prompt_report(prompt, now=NOW))
     assert "on the disk of node a" in text
     assert "Node a is being drained; blocks that only it holds go to others." in text
     assert "160 of 330 tokens are stored now" in text
     whole = {**prompt, "reason": "none", "stored_tokens": 320}
-    assert "only whole blocks are stored" in shown(*prompt_report(whole, now=NOW))
+    assert "only whole blocks are stored" in shown(*explain.prompt_report(whole, now=NOW))
 
 
 def test_every_reason_cause_and_moment_has_its_words():
-    assert REASONS.keys() == MISS_REASONS
-    assert set(CAUSE_NAMES) == CAUSES.keys()
-    assert clock(NOW - 90, NOW).endswith("(2 min ago)")
-    assert clock(0.0, NOW) == "never"
+    assert explain.REASONS.keys() == MISS_REASONS
+    assert set(CAUSE_NAMES) == explain.CAUSES.keys()
+    assert explain.clock(NOW - 90, NOW).endswith("(2 min ago)")
+    assert explain.clock(0.0, NOW) == "never"
 
 
-def status(
-    *, prompt: int = 0, hit: int = 0, missed: int = 0, evicted: int = 0, staged: int = 0
-) -> dict[str, Any]:
-    counters = {"prompt_tokens": prompt, "hit_tokens": hit, "hit_tokens_from_host": hit}
-    counters |= {"miss_tokens_not_stored": missed, "miss_tokens_too_slow": missed // 2}
+def status_after(seconds: int) -> dict[str, Any]:
+    """Return what a status says of a node at work, and of one that does not answer."""
+    counters = {"prompt_tokens": 1000, "hit_tokens": 250, "hit_tokens_from_host": 250}
+    counters |= {"miss_tokens_not_stored": 100, "miss_tokens_too_slow": 50}
     here = {
         "shard": "kvray-shard-a",
         "state": "serving",
-        "arena": {"taken_bytes": 2**20, "capacity_bytes": 2**22, "evicted": evicted},
-        "staging": {"transports": {"nixl": {"bytes": staged}}},
-        "replicas": [replica("one", **counters)],
+        "arena": {"taken_bytes": 2**20, "capacity_bytes": 2**22, "evicted": 5 * seconds},
+        "staging": {"transports": {"nixl": {"bytes": seconds}}},
+        "replicas": [replica("one", **{key: one * seconds for key, one in counters.items()})],
     }
-    gone = {"shard": "kvray-shard-b", "state": "unreachable", "message": "gone"}
-    return {"cluster_name": "prod", "shards": [here, gone]}
+    return {"shards": [here, silent("b")]}
 
 
-def test_rates_are_those_of_the_time_that_is_kept_and_tell_why_tokens_were_missed():
+def test_rates_are_those_of_the_time_that_is_kept_and_none_is_negative_after_a_restart():
     history = History(5.0)
     for at in range(8):
-        history.add(100.0 + at, status(prompt=1000 * at, hit=250 * at, missed=100 * at, staged=at))
+        history.add(100.0 + at, status_after(at))
     assert history.seconds == 5.0
     (one,) = history.replicas()
     assert one.prompt == 1000.0
     assert source_shares(one.counters)["host"] == "25%"
     assert one.missed == {"not_stored": 100.0, "too_slow": 50.0}
-    assert [node.staged_bytes for node in history.nodes()] == [1.0, 0.0]
+    nodes = [(node.staged_bytes, node.evicted) for node in history.nodes()]
+    assert nodes == [(1.0, 5.0), (0.0, 0.0)]
     assert "not stored 100, too slow 50" in shown(replicas_table([one]))
-
-
-def test_an_engine_that_was_restarted_has_no_negative_rate():
-    history = History(5.0)
-    history.add(1.0, status(prompt=1000, evicted=50))
-    history.add(2.0, status(prompt=10))
-    assert history.replicas()[0].prompt == 0.0
-    assert history.nodes()[0].evicted == 0.0
+    history.add(108.0, status_after(0))
+    assert (history.replicas()[0].prompt, history.nodes()[0].evicted) == (0.0, 0.0)
 
 
 NO_NIXL = {"available": False, "reason": "NIXL is not installed"}
@@ -163,35 +149,31 @@ def test_the_transport_between_two_movers_has_its_reason(sender, receiver, chose
 
 
 FAILING = {"source": "kvray-mover-a", "transport": "nixl", "left_out": True, "error": "It broke."}
-KEEPS_FAILING = "nixl keeps failing from a: It broke."
 
 
 @pytest.mark.parametrize(
-    ("others", "link", "chosen"),
+    ("others", "link", "chosen", "is_why"),
     [
-        ({"object_ref": HAS}, FAILING, ("object_ref", KEEPS_FAILING)),
-        ({"object_ref": HAS}, {**FAILING, "left_out": False}, ("nixl", None)),
-        ({"object_ref": HAS}, {**FAILING, "source": "kvray-mover-c"}, ("nixl", None)),
-        ({}, FAILING, ("nixl", KEEPS_FAILING)),
+        ({"object_ref": HAS}, FAILING, "object_ref", True),
+        ({"object_ref": HAS}, {**FAILING, "left_out": False}, "nixl", False),
+        ({"object_ref": HAS}, {**FAILING, "source": "kvray-mover-c"}, "nixl", False),
+        ({}, FAILING, "nixl", True),
     ],
     ids=["it is passed over", "it is no more", "from another", "nothing else is there"],
 )
-def test_a_transport_that_keeps_failing_between_them(others, link, chosen):
+def test_a_transport_that_keeps_failing_between_them(others, link, chosen, is_why):
     sender, receiver = (mover(name, nixl=HAS, **others) for name in "ab")
     receiver["failing_links"] = [link]
     transport, why = choose("a", sender, "b", receiver)
-    assert (transport, why if "keeps failing" in why else None) == chosen
+    assert (transport, why == "nixl keeps failing from a: It broke.") == (chosen, is_why)
 
 
 @pytest.mark.parametrize("end", ["a", "b"])
 def test_a_mover_that_does_not_serve_moves_nothing(end):
     ends = {name: mover(name, nixl=HAS) for name in "ab"}
     ends[end] = {"mover": end, "state": "unreachable", "message": "It did not answer."}
-
-    transport, why = choose("a", ends["a"], "b", ends["b"])
-
-    assert transport is None
-    assert why == f"the mover of {end} is unreachable: It did not answer."
+    why = f"the mover of {end} is unreachable: It did not answer."
+    assert choose("a", ends["a"], "b", ends["b"]) == (None, why)
 
 
 def test_each_way_has_what_its_target_measured():
@@ -213,35 +195,28 @@ def test_each_way_has_what_its_target_measured():
 @pytest.mark.parametrize(
     ("rates", "slow"),
     [
-        (
-            {"ab": 2e9, "ba": 1e9, "ca": 4e6, "cb": 4e6, "ac": 2e9, "bc": 2e9},
-            ["c gives its blocks"],
-        ),
-        ({"ab": 2e9, "ba": 1e9, "ca": 2e9, "cb": 2e9, "ac": 4e6, "bc": 3e6}, ["c gets blocks"]),
-        ({"ab": 2e9, "ba": 1e9, "ca": 4e6, "cb": 2e9, "ac": 2e9, "bc": 2e9}, []),
-        ({"ab": 2e9, "ba": 4e8, "ca": None, "cb": None}, []),
-        ({"ab": 4e6}, []),
+        ({"ca": 4e6, "cb": 4e6, "ac": 2e9, "bc": 2e9}, ["c gives its blocks"]),
+        ({"ca": 2e9, "cb": 2e9, "ac": 4e6, "bc": 3e6}, ["c gets blocks"]),
+        ({"ca": 4e6, "cb": 2e9, "ac": 2e9, "bc": 2e9}, []),
+        ({"ba": 4e8, "ca": None, "cb": None}, []),
+        ({"ab": 4e6, "ba": None}, []),
     ],
     ids=["one gives slowly", "one gets slowly", "one link is slow", "some are unknown", "only one"],
 )
 def test_a_slow_node_is_named(rates, slow):
+    rates = {"ab": 2e9, "ba": 1e9} | rates
     links = [NodeLink(*ends, "nixl", "", bytes_per_s=rate) for ends, rate in rates.items()]
     said = [f"{node} {says}" for node, says in slow_nodes(links)]
     assert [one.split(" at ")[0] for one in said] == slow
     assert all("3.8 MiB/s at most, others at 1,907 MiB/s" in one for one in said)
 
 
-def shard_of(name: str, rank: str, hit: int) -> dict[str, Any]:
-    return {
-        "shard": name,
-        "namespaces": {"3f0a91c2": {"model": "key:m", "kv_dtype": "bf16"}},
-        "replicas": [replica(rank, prompt_tokens=100, hit_tokens=hit)],
-    }
-
-
 def test_blocks_and_hits_of_all_nodes_are_summed_by_namespace():
-    preparing = {"shard": "c", "state": "preparing"}
-    shards = [shard_of("a", "one", 10), shard_of("b", "two", 50), preparing]
+    fields = {"3f0a91c2": {"model": "key:m", "kv_dtype": "bf16"}}
+    shards: list[dict[str, Any]] = [{"shard": "c", "state": "preparing"}]
+    for name, rank, hit in (("a", "one", 10), ("b", "two", 50)):
+        replicas = [replica(rank, prompt_tokens=100, hit_tokens=hit)]
+        shards.append({"shard": name, "namespaces": fields, "replicas": replicas})
     other = {"nvme_blocks": 9, "nvme_bytes": 90}
     contents = {
         "a": {"namespaces": {"3f0a91c2": {"host_blocks": 2, "host_bytes": 20}}},
@@ -267,18 +242,12 @@ def test_a_prefix_that_several_nodes_have_is_one():
     assert (second["key"], third["used_s_ago"]) == ("bb", None)
 
 
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return what `kvray size` prints of nodes, for sizes to add."""
-
-    def say(*nodes: dict[str, Any], more: Sequence[int] = ()) -> str:
-        show_answer(combined(nodes), lambda found: _report(found, list(more)), as_json=False)
-        return capsys.readouterr().out
-
-    return say
+def said(*nodes: dict[str, Any], more: Sequence[int] = ()) -> str:
+    """Return what `kvray size` says of nodes, for sizes to add."""
+    return shown(*_report(combined(nodes), list(more)))
 
 
-def test_it_says_what_more_memory_would_bring_and_what_the_disk_gives(said):
+def test_it_says_what_more_memory_would_bring_and_what_the_disk_gives():
     text = said(node("a", disk=[0.2, 0.1, 0.04, 0.0], measured=0.31))
     now = "31 % hit; predicted for today's 40B of host memory is 30 %: 10 % from the engines' own"
     more = "With +40B of host memory 40 % of prompt tokens would hit instead of 30 %"
@@ -289,7 +258,7 @@ def test_it_says_what_more_memory_would_bring_and_what_the_disk_gives(said):
     assert "too fast to be looked at: 1." in text
 
 
-def test_a_size_beyond_the_curve_or_of_all_that_came_gets_no_figure(said):
+def test_a_size_beyond_the_curve_or_of_all_that_came_gets_no_figure():
     text = said(node("a"), more=[1000])
     assert "The curve ends at 80B" in text
     assert "fit into" not in text
@@ -299,7 +268,7 @@ def test_a_size_beyond_the_curve_or_of_all_that_came_gets_no_figure(said):
 
 
 @pytest.mark.parametrize("nodes", [[], [node("a", measured=0.34)], [node("a", measured=0.25)]])
-def test_with_too_little_traffic_it_says_so_instead_of_a_figure(said, nodes):
+def test_with_too_little_traffic_it_says_so_instead_of_a_figure(nodes):
     text, found = said(*nodes), combined(nodes)
     assert "Not enough traffic yet" in text
     assert not set("%+") & set(text), "no figure, no advice"
@@ -307,14 +276,11 @@ def test_with_too_little_traffic_it_says_so_instead_of_a_figure(said, nodes):
     assert make_figure(found).axes == []
 
 
-def test_status_has_one_sentence():
-    line = sizing_line(combined([node("a")]))
+def test_status_has_a_sentence_the_picture_each_namespace_and_json_everything():
+    found = combined([node("a")])
+    line = sizing_line(found)
     assert line.startswith("With +40B of host memory 40 % of prompt tokens would hit instead of 30")
     assert "30 % were counted in these 1 min. `kvray size`" in line
-
-
-def test_the_picture_has_a_curve_for_each_namespace_and_json_has_everything():
-    found = combined([node("a")])
     assert json.loads(json.dumps(found)) == found
     (axes,) = make_figure(found).axes
     labels = [line.get_label() for line in axes.lines[:2]]
