@@ -175,6 +175,8 @@ WRONG_VARIABLES = {
     "a misspelt key": ({"KVRAY_ARENA__CAPCITY": "1GiB"}, "did you mean KVRAY_ARENA__CAPACITY?"),
     "a misspelt section": ({"KVRAY_ARENE__CAPACITY": "1GiB"}, "did you mean KVRAY_ARENA"),
     "one underscore": ({"KVRAY_ARENA_CAPACITY": "1GiB"}, "write KVRAY_ARENA__CAPACITY"),
+    "one underscore of a service": ({"KVRAY_EVENTS_PORT": "1"}, "KVRAY_EVENTS__PORT, or unset it"),
+    "a whole section": ({"KVRAY_ARENA": "{}"}, "a whole section; write KVRAY_ARENA__SETTING"),
     "the cluster's name": ({"KVRAY_CLUSTERNAME": "a"}, "write KVRAY_CLUSTER_NAME"),
     "a decimal unit": ({"KVRAY_ARENA__CAPACITY": "1GB"}, "KVRAY_ARENA__CAPACITY: ", "write 1GiB"),
     "a transport": ({"KVRAY_STAGING__TRANSPORTS": "nixl,rdma"}, "'nixl' or 'object_ref'"),

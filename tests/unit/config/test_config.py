@@ -44,9 +44,6 @@ def load(path: Path | None = None, /, environ: Any = None, **options: Any) -> KV
     return load_config(path, environ=environ or {}, **options)
 
 
-# Sources and their order.
-
-
 CAPACITY = "KVRAY_ARENA__CAPACITY"
 FILE = "arena: {capacity: 1GiB}"
 LAYERS: dict[str, tuple[str, dict[str, str], dict[str, Any], int]] = {
@@ -113,13 +110,6 @@ def test_variables_that_kubernetes_sets_for_a_service_are_left_alone(service):
     assert load(environ=environ) == KVRayConfig()
 
 
-def test_a_variable_with_one_underscore_is_no_service_s():
-    with pytest.raises(ConfigError, match="write KVRAY_EVENTS__PORT, or unset it"):
-        load(environ={"KVRAY_EVENTS_PORT": "5557"})
-    with pytest.raises(ConfigError, match="a whole section; write KVRAY_ARENA__SETTING"):
-        load(environ={"KVRAY_ARENA": '{"capacity": "1GiB"}'})
-
-
 @pytest.mark.parametrize(
     ("text", "environ", "given", "address", "where"),
     [
@@ -151,40 +141,23 @@ def test_no_signature_shows_the_environment():
             assert "environ(" not in str(inspect.signature(one)), name
 
 
-# Files.
-
-
-@pytest.mark.parametrize("text", ["", "# nothing\n", "arena:\n", "arena: {}\nray:\n"])
-def test_a_file_without_settings_means_the_defaults_as_no_source_does(write_yaml, text):
-    assert load(write_yaml(text)) == load() == KVRayConfig()
-
-
-# Keys and values.
-
-
-def test_a_configuration_cannot_be_changed_and_files_lie_under_the_name_of_the_cluster():
-    given = load(overrides={"cluster_name": "blue", "arena.dir": "/mnt/huge"})
-    assert given.node_dir == Path("/mnt/huge/kvray-blue")
+def test_a_file_without_settings_means_the_defaults_which_cannot_be_changed(write_yaml):
+    for text in ("", "# nothing\n", "arena:\n", "arena: {}\nray:\n"):
+        assert load(write_yaml(text)) == load() == KVRayConfig()
     with pytest.raises(ValueError, match="frozen"):
-        given.arena.capacity = 1
+        load().arena.capacity = 1
 
 
-# Sizes.
+SIZES = {"64KiB": 2**16, " 2 MiB ": 2**21, "1.5GiB": 3 * 2**29, "2TiB": 2**41}
+SIZES |= {"9007199254740993": 2**53 + 1, 1e9: 10**9}
+TIMES = {5: 5, "5": 5, " 5 s ": 5, "250ms": 0.25, "1.5m": 90, "1h": 3600, "1d": 86400}
+TEXTS = {0: "0B", 1023: "1023B", 1024: "1KiB", 3 * 2**29: "1.5GiB"}
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("64KiB", 2**16),
-        (" 2 MiB ", 2**21),
-        ("1.5GiB", 3 * 2**29),
-        ("2TiB", 2**41),
-        ("9007199254740993", 2**53 + 1),
-        (1e9, 10**9),
-    ],
-)
-def test_a_size_is_read_in_binary_units(text, size):
-    assert parse_size(text) == size
+def test_a_size_has_binary_units_and_a_duration_is_a_number_of_seconds_or_has_a_unit():
+    assert {text: parse_size(text) for text in SIZES} == SIZES
+    assert {size: format_size(size) for size in TEXTS} == TEXTS
+    assert {text: load(overrides={"ray.timeout_s": text}).ray.timeout_s for text in TIMES} == TIMES
 
 
 @pytest.mark.parametrize(
@@ -205,24 +178,6 @@ def test_what_is_no_size_is_refused_with_an_example(values, said):
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(0, "0B"), (1023, "1023B"), (1024, "1KiB"), (3 * 2**29, "1.5GiB")]
-)
-def test_a_size_is_written_in_the_largest_unit_that_fits(size, text):
-    assert format_size(size) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [(5, 5), ("5", 5), (" 5 s ", 5), ("250ms", 0.25), ("1.5m", 90), ("1h", 3600), ("1d", 86400)],
-)
-def test_a_duration_is_a_number_of_seconds_or_has_a_unit(text, seconds):
-    assert load(overrides={"ray.timeout_s": text}).ray.timeout_s == seconds
-
-
-# What Ray is told by its environment.
-
-
-@pytest.mark.parametrize(
     ("environ", "share"),
     [
         ({}, 0.95),
@@ -237,9 +192,6 @@ def test_ray_kills_workers_above_a_share_of_the_memory(environ, share):
     assert ray_memory_threshold(environ) == share
 
 
-# The cache directory.
-
-
 def test_the_cache_lies_where_the_desktop_standard_says_or_in_the_home_directory(monkeypatch):
     assert cache_dir({"XDG_CACHE_HOME": "/var/cache"}) == Path("/var/cache/kvray")
     monkeypatch.setenv("HOME", "/home/ada")
@@ -248,9 +200,6 @@ def test_the_cache_lies_where_the_desktop_standard_says_or_in_the_home_directory
     monkeypatch.setattr(Path, "home", unknown)
     with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
         cache_dir({})
-
-
-# Quotas of namespaces.
 
 
 def test_a_quota_is_for_every_namespace_or_for_one_also_by_the_environment(write_yaml):
@@ -274,18 +223,17 @@ def entry(label: str = "kvray.io/pool=big", /, **sections: Any) -> dict[str, Any
     return {"label": label, **sections}
 
 
-def test_a_label_changes_what_its_entry_names_and_nothing_else():
-    config = tier(entry(arena={"capacity": "8GiB"}, nvme={"dir": "/mnt/a"}), arena__policy="lru")
-    there = config_on_node(config, {}, labels=BIG)
+def test_a_label_changes_what_its_entry_names_and_nothing_else_and_survives_its_way_by_ray():
+    named = entry(arena={"capacity": "8GiB"}, nvme={"dir": "/mnt/a"})
+    config = tier(named, arena__policy="lru")
+    sent = pickle.loads(pickle.dumps(config))  # noqa: S301 - as Ray sends it
+    assert sent == config
+    there = config_on_node(sent, {}, labels=BIG)
     assert (there.arena.capacity, there.arena.policy) == (8 * GiB, "lru")
     assert there.nvme_dir == Path("/mnt/a/kvray-kvray")
     assert there.shard == config.shard
-
-
-@pytest.mark.parametrize("labels", [{}, {"kvray.io/pool": "small"}, {"pool": "big"}, None])
-def test_other_nodes_are_as_the_tier(labels):
-    config = tier(entry(arena={"capacity": "8GiB"}))
-    assert config_on_node(config, {}, labels=labels).arena == config.arena
+    for labels in ({}, {"kvray.io/pool": "small"}, {"pool": "big"}, None):
+        assert config_on_node(config, {}, labels=labels).arena == config.arena
 
 
 def test_a_later_entry_wins_setting_by_setting_and_the_node_s_own_environment_over_all():
@@ -298,12 +246,9 @@ def test_a_later_entry_wins_setting_by_setting_and_the_node_s_own_environment_ov
         assert (arena.capacity, arena.free_target) == (capacity, 0.2)
 
 
-def test_a_label_can_take_a_setting_back():
+def test_a_label_takes_a_setting_back_and_its_quotas_stand_in_place_of_the_tier_s():
     config = tier(entry(nvme={"dir": None}), nvme__dir="/mnt/a")
     assert config_on_node(config, {}, labels=BIG).nvme.dir is None
-
-
-def test_quotas_of_a_label_stand_in_place_of_the_tier_s():
     config = tier(entry(arena={"quotas": {"12": "1MiB"}}), arena__quotas={"34": "1MiB"})
     both = config_on_node(config, {"KVRAY_ARENA__QUOTAS__56": "2MiB"}, labels=BIG)
     assert both.arena.quotas == {"12": 2**20, "56": 2**21}
@@ -328,20 +273,10 @@ def test_a_small_node_may_leave_the_slab_to_kvray_and_what_contradicts_itself_is
         config_on_node(load(), {CAPACITY: "-1"})
 
 
-def test_every_value_that_a_setting_has_on_some_node_is_known():
+def test_every_value_on_some_node_is_known_and_a_default_that_is_said_differs_from_none():
     config = tier(entry(arena={"capacity": "8GiB"}), entry("a=b", nvme={"flush_s": 5}))
     assert values_on_nodes(config, "arena", "capacity") == [4 * GiB, 8 * GiB]
     assert values_on_nodes(config, "nvme", "flush_s") == [60.0, 5.0]
-
-
-def test_entries_survive_their_way_to_another_process():
-    config = tier(entry(arena={"capacity": "8GiB"}))
-    there = pickle.loads(pickle.dumps(config))  # noqa: S301 - as Ray sends it
-    assert there == config
-    assert config_on_node(there, {}, labels=BIG).arena.capacity == 8 * GiB
-
-
-def test_an_entry_that_says_the_default_differs_from_one_that_says_nothing():
     says = tier(entry(arena={"capacity": "4GiB", "slab": "1MiB"}), arena__capacity="8GiB")
     assert config_on_node(says, {}, labels=BIG).arena.capacity == 4 * GiB
     assert says != tier(entry(arena={"slab": "1MiB"}), arena__capacity="8GiB")
