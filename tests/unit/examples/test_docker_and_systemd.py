@@ -15,7 +15,7 @@ import typer
 
 from kvray.actors.shard.actor import _STOP_TIMEOUT_S
 from kvray.cli.app import app
-from kvray.config import CONFIG_ENV, KVRayConfig, load_config
+from kvray.config import CONFIG_ENV, load_config
 from tests.forks import run
 from tests.waiting import HANG_S, wait_for
 
@@ -116,13 +116,10 @@ def only(found: dict[str, list[str]], key: str) -> str:
     return value
 
 
-def nodes() -> list[str]:
-    """Return the values of RAY_NODE: of the head, and of the others."""
-    return re.findall(r"^#?RAY_NODE=(.*)$", (SYSTEMD / "ray.env").read_text(), re.MULTILINE)
-
-
-def tier() -> KVRayConfig:
-    return load_config(SYSTEMD / "kvray.yaml", environ={})
+RAY, ITS_TIER = map(unit, UNITS)
+TIER = load_config(SYSTEMD / "kvray.yaml", environ={})
+NODES = re.findall(r"^#?RAY_NODE=(.*)$", (SYSTEMD / "ray.env").read_text(), re.MULTILINE)
+"""The options of the head's Ray, and of the others'."""
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
@@ -138,29 +135,29 @@ def test_systemd_takes_the_units(tmp_path):
     assert not [line for line in done.stderr.splitlines() if "kvray" in line]
 
 
-def test_a_shard_has_time_to_write_to_disk_and_then_ray_to_end():
-    stop_s = float(only(unit("kvray-ray.service"), "TimeoutStopSec"))
-    flush_s = max(tier().nvme.flush_s, load_config(None, environ={}).nvme.flush_s)
-    assert stop_s >= flush_s + _STOP_TIMEOUT_S + 30
+def test_a_stop_gives_time_ends_ray_alone_and_no_limit_breaks_the_arena_or_pinned_memory():
+    stop_s = float(only(RAY, "TimeoutStopSec"))
+    flush_s = max(TIER.nvme.flush_s, load_config(None, environ={}).nvme.flush_s)
+    assert stop_s >= flush_s + _STOP_TIMEOUT_S + 30, "a shard writes to disk, then Ray ends"
     assert stop_s >= RAY_END_S
+    assert only(RAY, "KillMode") == "mixed"
+    assert only(RAY, "RemoveIPC") == "no"
+    assert not {"PrivateTmp", "PrivateIPC", "DynamicUser", "TemporaryFileSystem"} & RAY.keys()
+    assert only(RAY, "MemoryMax") == only(RAY, "LimitMEMLOCK") == "infinity"
+    assert not {"MemoryHigh", "MemoryLimit", "MemorySwapMax"} & RAY.keys()
+    assert only(RAY, "OOMPolicy") == "continue"
 
 
-def test_a_stop_ends_ray_alone_and_neither_it_nor_a_limit_breaks_the_arena_or_pinned_memory():
-    found = unit("kvray-ray.service")
-    assert only(found, "KillMode") == "mixed"
-    assert only(found, "RemoveIPC") == "no"
-    assert not {"PrivateTmp", "PrivateIPC", "DynamicUser", "TemporaryFileSystem"} & found.keys()
-    assert only(found, "MemoryMax") == only(found, "LimitMEMLOCK") == "infinity"
-    assert not {"MemoryHigh", "MemoryLimit", "MemorySwapMax"} & found.keys()
-    assert only(found, "OOMPolicy") == "continue"
-
-
-def test_both_units_have_the_same_user_and_environment():
-    ray, its_tier = map(unit, UNITS)
+def test_both_units_have_the_same_user_and_environment_and_the_tier_comes_and_goes_with_its_ray():
     for key in ("User", "Group", "Environment"):
-        assert ray[key] == its_tier[key]
-    environ = dict(one.split("=", 1) for line in ray["Environment"] for one in line.split())
-    assert environ["HOME"] == f"/var/lib/{only(ray, 'StateDirectory')}"
+        assert RAY[key] == ITS_TIER[key]
+    for key in ("BindsTo", "After", "WantedBy"):
+        assert only(ITS_TIER, key) == "kvray-ray.service"
+    assert only(RAY, "Restart") == "always"
+    assert TIER.nvme.dir is not None
+    assert Path(only(RAY, "RequiresMountsFor")) in TIER.nvme.dir.parents
+    environ = dict(one.split("=", 1) for line in RAY["Environment"] for one in line.split())
+    assert environ["HOME"] == f"/var/lib/{only(RAY, 'StateDirectory')}"
     assert environ[CONFIG_ENV] == "/etc/kvray/kvray.yaml"
     readme = (SYSTEMD / "README.md").read_text()
     assert environ["RAY_AUTH_TOKEN_PATH"] == "/etc/kvray/ray-token"
@@ -168,56 +165,44 @@ def test_both_units_have_the_same_user_and_environment():
     assert f"useradd --system --home-dir {environ['HOME']} " in readme
 
 
-@pytest.mark.parametrize("node", nodes())
+@pytest.mark.parametrize("node", NODES)
 def test_ray_knows_the_options_of_each_node(node):
     from ray.scripts.scripts import cli
 
-    command = only(unit("kvray-ray.service"), "ExecStart").replace("$RAY_NODE", node)
+    command = only(RAY, "ExecStart").replace("$RAY_NODE", node)
     program, name, *options = shlex.split(command)
     assert (program, name) == ("/opt/kvray/bin/ray", "start")
     context = cli.commands["start"].make_context("start", options)
     assert context.params["block"]
     if not context.params["head"]:
-        assert context.params["address"] == tier().ray.address
-        assert context.params["labels"] == tier().shard.label
+        assert context.params["address"] == TIER.ray.address
+        assert context.params["labels"] == TIER.shard.label
 
 
 def test_the_ports_are_those_that_the_page_has():
     page = (ROOT / "docs" / "launch.md").read_text()
-    command = only(unit("kvray-ray.service"), "ExecStart")
-    ports = re.findall(r"port=(\d+)", " ".join([command, *nodes()]))
+    ports = re.findall(r"port=(\d+)", " ".join([only(RAY, "ExecStart"), *NODES]))
     assert len(set(ports)) == len(ports) == 9
     assert all(re.search(rf"^\| (\d+-)?{port}\b", page, re.MULTILINE) for port in ports)
 
 
 @pytest.mark.parametrize("key", ["ExecStart", "ExecReload"])
 def test_kvray_knows_the_options_of_the_tier(key):
-    program, name, *options = only(unit("kvray-tier.service"), key).split()
+    program, name, *options = only(ITS_TIER, key).split()
     assert program == "/opt/kvray/bin/kvray"
     context = typer.main.get_command(app).commands[name].make_context(name, options)  # type: ignore[attr-defined]
     assert context.params["wait"] == (key == "ExecReload")
 
 
-def test_ray_waits_for_the_disk_and_the_tier_comes_and_goes_with_its_ray():
-    ray, its_tier = map(unit, UNITS)
-    directory = tier().nvme.dir
-    assert directory is not None
-    assert Path(only(ray, "RequiresMountsFor")) in directory.parents
-    for key in ("BindsTo", "After", "WantedBy"):
-        assert only(its_tier, key) == "kvray-ray.service"
-    assert only(ray, "Restart") == "always"
-
-
 def test_the_stop_waits_until_each_shard_has_ended(tmp_path):
-    command = only(unit("kvray-ray.service"), "ExecStop").replace("$$", "$").removeprefix("-")
+    command = only(RAY, "ExecStop").replace("$$", "$").removeprefix("-")
     title = f"test{tmp_path.name}::Shard"
     assert "^ray::Shard" in command
     assert '-u "$USER"' in command
     stop = shlex.split(command.replace("^ray::Shard", f"^{title}").replace('-u "$USER"', ""))
     flushed, up = tmp_path / "flushed", tmp_path / "up"
-    script = (
-        f"trap 'sleep 0.5; touch {flushed}; exit 1' TERM; touch {up}; while :; do sleep 0.05; done"
-    )
+    script = f"trap 'sleep 0.5; touch {flushed}; exit 1' TERM; touch {up};"
+    script += " while :; do sleep 0.05; done"
     shard = subprocess.Popen(["bash", "-c", f'exec -a {title}Actor bash -c "$0"', script])
     try:
         wait_for(up.exists, "the start")

@@ -52,7 +52,7 @@ def test_rays_own_schema_takes_the_cluster_files_and_no_resources_that_are_no_in
         jsonschema.validate(config, SCHEMA)
 
 
-def test_shards_are_on_the_nodes_with_gpus_and_machines_of_ones_own_name_the_resource():
+def test_shards_are_on_the_nodes_with_gpus_and_the_head_starts_the_tier_once_ray_is_up():
     types = prepared("cluster.yaml")["available_node_types"]
     shards = {name: kind["resources"][RESOURCE] for name, kind in types.items()}
     assert shards == {"head": 0, "gpu": 1}
@@ -61,6 +61,9 @@ def test_shards_are_on_the_nodes_with_gpus_and_machines_of_ones_own_name_the_res
         if "ray-node start" in command:
             (given,) = (word for word in shlex.split(command) if word.startswith("--resources="))
             assert json.loads(given.partition("=")[2]) == {RESOURCE: 1}
+    assert start_commands("cluster.yaml")[2].endswith("kvray up --no-wait")
+    config = config_of("cluster-local.yaml")
+    assert f"--address {config['provider']['head_ip']}:6379" in config["head_start_ray_commands"][1]
 
 
 def test_ray_stop_runs_in_containers_only_which_do_not_see_the_processes_of_their_machine():
@@ -84,14 +87,6 @@ def test_head_and_workers_use_the_same_fixed_ports_which_the_docs_list(name):
     assert listed == {*head.values(), f"{low}-{high}"}
 
 
-def test_the_head_starts_the_tier_once_ray_is_up():
-    assert start_commands("cluster.yaml")[2].endswith("kvray up --no-wait")
-    config = config_of("cluster-local.yaml")
-    assert f"--address {config['provider']['head_ip']}:6379" in config["head_start_ray_commands"][1]
-
-
-# -- ray-node: starts and ends the Ray that is its own --------------------------------------------
-
 FAKE_RAY = """\
 #!/usr/bin/env bash
 echo "$@"
@@ -108,7 +103,7 @@ while :; do sleep 0.05; done
 
 
 class RayNode:
-    """The script, with another program in Ray's place."""
+    """The script that starts and ends the Ray that is its own, with another program for Ray."""
 
     def __init__(self, directory: Path) -> None:
         self.home = directory / "home"
