@@ -22,9 +22,7 @@ def test_names_say_what_is_counted_and_counters_end_in_total():
         assert re.fullmatch(r"kvray_[a-z]+(_[a-z]+)*", name)
         assert name.endswith("_total") == (metric.kind == "counter")
         assert metric.help
-
-
-def test_labels_are_few_and_none_could_carry_a_prompt():
+    # Labels are few, and none could carry a prompt.
     assert {label for metric in METRICS.values() for label in metric.labels} == {
         *("node", "replica", "rank", "tier", "transport", "direction"),
         *("reason", "outcome", "action", "namespace", "part", "partition", "le", "memory"),
@@ -79,7 +77,12 @@ def test_every_metric_that_engines_report_is_shown():
     assert hidden == {f"kvray_{name}" for name in few}
 
 
-def test_panels_have_ids_of_their_own_as_their_lines_have_letters_and_do_not_overlap():
+def test_the_dashboard_begins_with_large_figures_and_panels_are_told_apart_and_have_units():
+    rows = [panel["title"] for panel in PANELS if panel["type"] == "row"]
+    assert rows[:5] == ["Now", "Hits", "Memory", "Transfers", "Faults"]
+    assert [panel["type"] for panel in PANELS[1:9]] == ["stat"] * 8
+    shown = [panel for panel in PANELS if panel["type"] != "row"]
+    assert all(panel["fieldConfig"]["defaults"]["unit"] for panel in shown)
     assert len({panel["id"] for panel in PANELS}) == len(PANELS)
     for panel in PANELS:
         letters = [target["refId"] for target in panel.get("targets", [])]
@@ -98,14 +101,6 @@ def test_there_are_five_alerts_and_each_names_its_place_on_the_page_on_failures(
         page, _, anchor = alert["annotations"]["runbook_url"].partition("#")
         headings = re.findall("^#+ (.*)$", (DOCS.parent / page).read_text(), re.MULTILINE)
         assert anchor in [re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings]
-
-
-def test_the_dashboard_begins_with_large_figures_and_every_panel_has_a_unit():
-    rows = [panel["title"] for panel in PANELS if panel["type"] == "row"]
-    assert rows[:5] == ["Now", "Hits", "Memory", "Transfers", "Faults"]
-    assert [panel["type"] for panel in PANELS[1:9]] == ["stat"] * 8
-    shown = [panel for panel in PANELS if panel["type"] != "row"]
-    assert all(panel["fieldConfig"]["defaults"]["unit"] for panel in shown)
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not there")
