@@ -4,52 +4,19 @@ from typing import Any
 
 NOW = 1_790_000_000.0
 MARKUP = "<img src=x onerror=alert(1)>[bold]"
-NVME = {
-    "file_bytes": 2**30,
-    "capacity_bytes": 2**32,
-    "blocks": 70,
-    "written_bytes": 0,
-    "read_bytes": 0,
-    "message": "",
-    "segments_without_room": 0,
-    "write_budget_bytes": None,
-    "is_direct": True,
-    "corrupt": 0,
-}
-
-ARENA = {
-    "resident_bytes": 3 * 2**20,
-    "taken_bytes": 3 * 2**20,
-    "capacity_bytes": 2**30,
-    "blocks": 12,
-    "leased_blocks": 2,
-    "evicted": 5,
-    "dropped": 1,
-    "corrupt": 0,
-}
+NVME: dict[str, Any] = {"file_bytes": 2**30, "capacity_bytes": 2**32, "blocks": 70, "corrupt": 0}
+NVME |= {"written_bytes": 0, "read_bytes": 0, "is_direct": True, "message": ""}
+NVME |= {"segments_without_room": 0, "write_budget_bytes": None}
+ARENA = {"resident_bytes": 3 * 2**20, "taken_bytes": 3 * 2**20, "capacity_bytes": 2**30}
+ARENA |= {"blocks": 12, "leased_blocks": 2, "evicted": 5, "dropped": 1, "corrupt": 0}
 SERVING = {"shard": "kvray-shard-aa", "state": "serving", "arena": ARENA}
 
-CURVE = {
-    "num_tokens": 60_000,
-    "sampled_blocks": 900,
-    "own": 0.1,
-    "host": [0.05, 0.2, 0.33, 0.41, 0.45],
-    "disk": [0.1, 0.08, 0.04, 0.02, 0.0],
-    "remote": [0.0] * 5,
-    "error": [0.01] * 5,
-    "measured": 0.48,
-    "predicted": 0.47,
-}
-TRAFFIC = {
-    "namespaces": {"3f0a91c2": CURVE},
-    "sizes": [2**32, 2**33, 2**34, 2**35, 2**36],
-    "host_bytes": 2**34,
-    "disk_bytes": 2**36,
-    "distinct_bytes": 2**37,
-    "seconds": 600.0,
-    "age_s": 0.0,
-    "lost_prompts": 0,
-}
+CURVE: dict[str, Any] = {"num_tokens": 60_000, "sampled_blocks": 900, "own": 0.1}
+CURVE |= {"host": [0.05, 0.2, 0.33, 0.41, 0.45], "disk": [0.1, 0.08, 0.04, 0.02, 0.0]}
+CURVE |= {"remote": [0.0] * 5, "error": [0.01] * 5, "measured": 0.48, "predicted": 0.47}
+TRAFFIC: dict[str, Any] = {"namespaces": {"3f0a91c2": CURVE}, "seconds": 600.0, "age_s": 0.0}
+TRAFFIC |= {"sizes": [2**32, 2**33, 2**34, 2**35, 2**36], "lost_prompts": 0}
+TRAFFIC |= {"host_bytes": 2**34, "disk_bytes": 2**36, "distinct_bytes": 2**37}
 
 
 def replica(name: str = "r-1", **changes: Any) -> dict[str, Any]:
@@ -116,30 +83,16 @@ def span(start: int, stop: int, what: str, **more: Any) -> dict[str, Any]:
 
 def request(at: float = NOW, **changes: Any) -> dict[str, Any]:
     """Return what is known of a request that came 3 s before `at`."""
-    return {
-        "request_id": 7,
-        "name": "",
-        "replica": "one",
-        "rank": 0,
-        "at": at - 3,
-        "namespace": "3f0a91c2",
-        "num_tokens": 320,
-        "own_tokens": 0,
-        "hit_tokens": 160,
-        "missed_tokens": 144,
-        "reason": "never_stored",
-        "stage_s": 0.012,
-        "lease_s": 0.0004,
-        "is_sampled": False,
-        "log_since": at - 7200,
-        "leaving": [],
-        "ranges": [
-            span(0, 160, "hit", way="nixl", source="kvray-shard-aa"),
-            span(160, 304, "miss", reason="never_stored", places=[]),
-            span(304, 320, "computed"),
-        ],
-        **changes,
-    }
+    known: dict[str, Any] = {"request_id": 7, "name": "", "replica": "one", "rank": 0}
+    known |= {"at": at - 3, "namespace": "3f0a91c2", "num_tokens": 320, "own_tokens": 0}
+    known |= {"hit_tokens": 160, "missed_tokens": 144, "reason": "never_stored", "leaving": []}
+    known |= {"stage_s": 0.012, "lease_s": 0.0004, "is_sampled": False, "log_since": at - 7200}
+    known["ranges"] = [
+        span(0, 160, "hit", way="nixl", source="kvray-shard-aa"),
+        span(160, 304, "miss", reason="never_stored", places=[]),
+        span(304, 320, "computed"),
+    ]
+    return known | changes
 
 
 def requests(at: float = NOW) -> dict[str, Any]:

@@ -119,14 +119,6 @@ def test_options_with_a_closed_set_of_values_complete_them(call_kvray, option):
     assert sorted(done.stdout.split()) == sorted(SETS[option])
 
 
-def test_wrong_usage_exits_with_2(call_kvray):
-    for args in ("nonsense", "up --nonsense", "up --port 0", "up --port high"):
-        done = call_kvray(*args.split())
-        assert done.returncode == 2
-        assert "Usage: kvray" in done.stderr
-        assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize(
     "command", ["up", "down", "status", "verify", "sweep", "connector-config", "config show"]
 )

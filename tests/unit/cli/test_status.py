@@ -16,31 +16,13 @@ from kvray.cli.hits import total_counters
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.identity.block import Namespace
 from tests.unit.actors.small_shard import NAMESPACE
-from tests.unit.cli.answers import ARENA, SERVING, replica, shard, silent
+from tests.unit.cli.answers import SERVING, replica, shard, silent
 from tests.unit.cli.answers import status as tier_status
 from tests.unit.cli.conftest import rows, shown
 
 
 def _print(found: dict[str, Any]) -> None:
     show_answer(found, lambda told: status._report(told, wide=True), as_json=False)
-
-
-FULL = {**ARENA, "taken_bytes": 6 * 2**30 // 10}
-
-
-def test_a_node_shows_how_full_it_is_or_its_state():
-    shards = [
-        {"shard": "kvray-shard-a", "state": "serving", "uptime_s": 7300, "arena": ARENA},
-        {"shard": "kvray-shard-b", "state": "serving", "arena": FULL},
-        {"shard": "kvray-shard-c", "state": "preparing", "done": 1, "total": 4},
-        {"shard": "kvray-shard-d", "state": "unreachable", "message": "no answer"},
-    ]
-    assert {
-        "a serving 2 h 0% 1GiB 5",
-        "b serving 60% 1GiB 5",
-        "c preparing 25 %",
-        "d unreachable 1",
-    } <= {*rows(shown(status.nodes_table(shards)))}
 
 
 def test_ten_nodes_fit_on_one_screen_with_hosts_hits_disks_and_faults():

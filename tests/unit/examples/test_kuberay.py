@@ -25,9 +25,29 @@ from tests import helm
 from tests.waiting import HANG_S, wait_for
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "kuberay"
+IMAGE = "registry.example.com/trtllm-ray:1"
+GIVEN = {
+    "images": {"tier": IMAGE, "engine": IMAGE, "pullPolicy": ""},
+    "auth": {"secret": "kvray-auth"},
+}
 CHART = {
-    "chart-pod": {"arena": {"place": "pod"}},
-    "chart-host": {
+    "raycluster.yaml": {
+        "nodes": {"maxReplicas": 8, "nodeSelector": None},
+        "worker": {"memory": "76Gi"},
+        "kvray": {"nvme": None},
+        **GIVEN,
+    },
+    "hostpath.yaml": {
+        "arena": {"place": "host"},
+        "disk": {"hostPath": "/mnt/nvme/kvray"},
+        "kvray": {"arena": {"capacity": "256GiB"}, "nvme": {"capacity": "1TiB"}},
+        "nodes": {"minReplicas": 0},
+        "worker": {"memory": "280Gi"},
+        "engine": {"gpus": 4},
+        **GIVEN,
+    },
+    "default": {"arena": {"place": "pod"}},
+    "host": {
         "arena": {"place": "host"},
         "disk": {"hostPath": "/mnt/nvme/kvray"},
         "kvray": {"arena": {"capacity": "256GiB"}, "nvme": {"flush_s": 300}},
@@ -36,10 +56,9 @@ CHART = {
         "engine": {"gpus": 4, "args": ["--max_batch_size", "64"]},
     },
 }
-"""The values of the chart by a name for it."""
-PODS = ("raycluster.yaml", "chart-pod")
+"""Values of the chart; of the first two it gives the manifests in `examples/kuberay`."""
+PODS = ("raycluster.yaml", "default")
 """Those that have engine and Ray worker in one pod."""
-MANIFESTS = ("raycluster.yaml", "hostpath.yaml", *CHART)
 KUBERNETES = "1.30"
 POD = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}}
 RAY_SHARE = 0.95
@@ -50,14 +69,8 @@ RAY_CLUSTER = yaml.safe_load((Path(__file__).parent / "raycluster_v1.yaml").read
 
 @cache
 def text(name: str) -> str:
-    if name not in CHART:
-        return (EXAMPLE / name).read_text()
-    return rendered(CHART[name])
-
-
-def rendered(values: dict[str, Any]) -> str:
     """Return the objects of the chart as one file."""
-    files = helm.render(values).items()
+    files = helm.render(CHART[name]).items()
     return "---\n".join(one for file, one in files if file.endswith(".yaml"))
 
 
@@ -110,7 +123,7 @@ def size(quantity: str) -> int:
     return parse_size(quantity + "B" if quantity.endswith("i") else quantity)
 
 
-each_manifest = pytest.mark.parametrize("name", MANIFESTS)
+each_manifest = pytest.mark.parametrize("name", CHART)
 
 
 @each_manifest
@@ -235,7 +248,7 @@ def test_a_ray_that_ends_is_restarted_in_its_container_and_does_not_take_the_eng
 
 
 @each_manifest
-def test_every_container_finds_the_configuration_and_a_ray_the_token_which_no_file_has(name):
+def test_every_container_finds_the_configuration_and_a_ray_the_token_of_a_secret(name):
     data = one_of(name, "ConfigMap")["data"]
     assert WELL_KNOWN_PATH.name in data
     assert yaml.safe_load(data["connector.yaml"]) == yaml.safe_load(render(WELL_KNOWN_PATH))
@@ -246,27 +259,8 @@ def test_every_container_finds_the_configuration_and_a_ray_the_token_which_no_fi
             assert environ["RAY_AUTH_MODE"]["value"] == "token"
             secret = environ["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]
             assert secret == {"name": "kvray-auth", "key": "auth_token"}
-    if name not in CHART:
-        assert all(one["kind"] != "Secret" for one in manifests(name))
-
-
-IMAGE = "registry.example.com/trtllm-ray:1"
-LIKE = {
-    "raycluster.yaml": {
-        "nodes": {"maxReplicas": 8, "nodeSelector": None},
-        "worker": {"memory": "76Gi"},
-        "kvray": {"nvme": None},
-    },
-    "hostpath.yaml": {
-        "arena": {"place": "host"},
-        "disk": {"hostPath": "/mnt/nvme/kvray"},
-        "kvray": {"arena": {"capacity": "256GiB"}, "nvme": {"capacity": "1TiB"}},
-        "nodes": {"minReplicas": 0},
-        "worker": {"memory": "280Gi"},
-        "engine": {"gpus": 4},
-    },
-}
-"""The values for which the chart gives a manifest of `examples/kuberay`."""
+    has_secret = any(one["kind"] == "Secret" for one in manifests(name))
+    assert has_secret == ("auth" not in CHART[name])
 
 
 def plain(text: str) -> list[dict[str, Any]]:
@@ -279,11 +273,9 @@ def plain(text: str) -> list[dict[str, Any]]:
     return sorted(objects, key=lambda one: str(one["kind"]))
 
 
-@pytest.mark.parametrize("name", LIKE)
-def test_the_chart_gives_the_manifests_of_kuberay(name):
-    images = {"tier": IMAGE, "engine": IMAGE, "pullPolicy": ""}
-    made = rendered({**LIKE[name], "images": images, "auth": {"secret": "kvray-auth"}})
-    assert plain(made) == plain((EXAMPLE / name).read_text())
+@pytest.mark.parametrize("path", [*EXAMPLE.glob("*.yaml")], ids=lambda path: path.name)
+def test_the_chart_gives_the_manifests_of_kuberay(path):
+    assert plain(text(path.name)) == plain(path.read_text())
 
 
 def ray_pods(values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -411,7 +403,7 @@ def test_what_watches_and_guards_is_there_when_it_is_asked_for():
         assert labels.items() <= one["metadata"]["labels"].items()
     assert monitor["spec"]["selector"] == ray
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    head = containers("chart-pod")["ray-head"]
+    head = containers("default")["ray-head"]
     assert endpoint["port"] in [port["name"] for port in head["ports"]]
     assert rule["spec"] == yaml.safe_load(package_file(ALERTS).read_text())
     policy, engine = made["NetworkPolicy", "kvray"]["spec"], made["NetworkPolicy", "kvray-engine"]
