@@ -103,7 +103,6 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long tests first."""
     workers.put_long_ones_first(items)
 
 
@@ -120,7 +119,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> workers.ByLa
 
 
 def pytest_unconfigure() -> None:
-    """Remove the session's home, also when no test was run."""
     shutil.rmtree(SCRATCH, ignore_errors=True)
     for process in CLEANUP:
         assert process.stdin is not None
@@ -148,7 +146,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take over what a worker of pytest-xdist has found."""
     LEFT_BY_WORKERS.update(getattr(node, "workeroutput", {}).get("left", ()))
 
 
@@ -185,7 +182,6 @@ def _no_setting_is_left_behind() -> Iterator[None]:
 
 
 def _settings() -> dict[str, str]:
-    """Return the variables that kvray reads."""
     return {name: value for name, value in os.environ.items() if name.startswith("KVRAY_")}
 
 
@@ -273,7 +269,6 @@ def _is_foreign(path: Path) -> bool:
 
 
 def _open_files(pid: int) -> str:
-    """Return the mapped and opened paths of a process, as text."""
     try:
         links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
         return "\n".join([Path(f"/proc/{pid}/maps").read_text(), *links])

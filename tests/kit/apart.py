@@ -74,7 +74,6 @@ class Apart:
 
     @property
     def totals(self) -> Counter[str]:
-        """What the leader counts."""
         return self.leader.shared.figures.totals
 
     @property
@@ -85,7 +84,6 @@ class Apart:
 
     @property
     def leased(self) -> int:
-        """How many blocks are leased."""
         return int(self.arena.stats()["leased_blocks"])
 
     def new_blocks(self, tokens: list[int]) -> list[int]:
@@ -94,7 +92,6 @@ class Apart:
         return blocks
 
     def plan(self, *asked: tuple[int, list[int], list[int], int]) -> ConnectorMeta:
-        """Plan a pass of (number, tokens, blocks, hit tokens)."""
         reports = [
             PassReport(
                 request_id=number,
@@ -114,7 +111,6 @@ class Apart:
         return meta
 
     def compute(self, tokens: list[int], blocks: list[int]) -> None:
-        """Fill the full blocks."""
         for index in range(len(tokens) // BLOCK):
             self.pages[blocks[index]] = content(tokens, index)
 
@@ -136,7 +132,6 @@ class Apart:
         return hit
 
     def check(self, tokens: list[int], blocks: list[int], hit: int) -> None:
-        """Check the blocks that were promised."""
         for index in range(hit // BLOCK):
             assert (self.pages[blocks[index]] == content(tokens, index)).all()
 
@@ -146,5 +141,4 @@ class Apart:
 
 
 def content(tokens: list[int], index: int) -> int:
-    """Return what each byte of a block is."""
     return sum((at + 1) * token for at, token in enumerate(tokens[: (index + 1) * BLOCK])) % 251

@@ -113,8 +113,6 @@ _OTHERS: list[tuple[str, dict[str, Any]]] = [
 
 
 def cases(model: str) -> list[Case]:
-    """Return what is asked of a model, by its name."""
-
     def body(asked: dict[str, Any]) -> bytes:
         return json.dumps({"model": model, "temperature": 0, **asked}).encode()
 

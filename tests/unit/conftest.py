@@ -22,8 +22,6 @@ def forks() -> Iterator[Forks]:
 
 @pytest.fixture
 def run_kvray(tmp_path: Path, forks: Forks) -> RunKvray:
-    """Return a function that runs the command line with a temporary directory of its own."""
-
     def run_kvray(*args: str | Path, **environ: str) -> Done:
         told = {**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "120", **environ}
         if "PYTHONPATH" in environ:  # a fork has imported its own packages

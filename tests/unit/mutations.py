@@ -64,7 +64,6 @@ def changed_json(
 
 
 def _places(tree: Any) -> Any:
-    """Yield (container, key) of all that `tree` holds."""
     keys = tree.keys() if isinstance(tree, dict) else range(len(tree))
     for key in list(keys):
         yield tree, key

@@ -16,8 +16,6 @@ TRACEPARENT = f"00-{TRACE}-{CALLER}-01"
 
 
 class Spans(SpanProcessor):
-    """What has ended, and what was begun."""
-
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
         self.provider = TracerProvider(shutdown_on_exit=False)
@@ -53,7 +51,6 @@ def sdk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spans]:
 
 
 def parent_of(span: ReadableSpan) -> str:
-    """Return the id of the span above, in hex; empty if there is none."""
     return "" if span.parent is None else f"{span.parent.span_id:016x}"
 
 

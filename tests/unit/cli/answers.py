@@ -49,7 +49,6 @@ def shard(name: str, seconds: int = 0, **more: Any) -> dict[str, Any]:
 
 
 def silent(name: str) -> dict[str, Any]:
-    """Return the status of a shard that does not answer."""
     return {"shard": f"kvray-shard-{name}", "state": "unreachable", "message": "No answer in 2 s."}
 
 
@@ -77,7 +76,6 @@ def contents() -> dict[str, Any]:
 
 
 def span(start: int, stop: int, what: str, **more: Any) -> dict[str, Any]:
-    """Return one range of a prompt."""
     return {"start": start, "stop": stop, "what": what, **more}
 
 

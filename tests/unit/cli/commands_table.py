@@ -26,7 +26,6 @@ _MORE = {
 
 
 def with_table(page: str) -> str:
-    """Return the page with the table of today."""
     head, _, rest = page.partition(BEGIN)
     lines = "".join(_line(*one) for one in commands(get_command(app)))
     return f"{head}{BEGIN}\n| command | does |\n|---|---|\n{lines}{END}{rest.partition(END)[2]}"

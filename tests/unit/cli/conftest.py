@@ -37,5 +37,4 @@ def shown(*parts: RenderableType, width: int = 200) -> str:
 
 
 def rows(text: str) -> list[str]:
-    """Return the lines with one space between two words."""
     return [" ".join(line.split()) for line in text.splitlines()]

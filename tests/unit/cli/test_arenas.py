@@ -44,7 +44,6 @@ def sweep(run_kvray: RunKvray, parent: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def dead(parent: Path) -> Path:
-    """The directory of a shard that was killed."""
     directory = parent / "kvray-dead"
     with shard_process(directory, "a") as shard:
         shard.kill()
@@ -192,7 +191,6 @@ KEYS = small_arena.chain(20)
 
 @pytest.fixture
 def verify(run_kvray: RunKvray, parent: Path) -> RunKvray:
-    """Runs the command on the arenas in `parent`."""
     return lambda *args: run_kvray("verify", *args, KVRAY_ARENA__DIR=str(parent))
 
 
@@ -286,7 +284,6 @@ def test_no_arena_is_an_error_that_says_how_to_get_one_but_no_arenas_are_valid(
 
 
 def verifying(parent: Path, stderr: int = subprocess.PIPE) -> "subprocess.Popen[str]":
-    """Start `kvray verify` in an interpreter of its own."""
     environ = {**os.environ, "KVRAY_ARENA__DIR": str(parent), "TERM": "xterm", "COLUMNS": "120"}
     command = [sys.executable, "-m", "kvray", "verify"]
     return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=stderr, text=True)

@@ -14,7 +14,6 @@ BEGIN = "<!-- settings: written by tests/unit/config/settings_table.py -->\n"
 
 
 def with_tables(page: str) -> str:
-    """Return the page with the tables of today at its end."""
     return page[: page.index(BEGIN) + len(BEGIN)] + _tables()
 
 

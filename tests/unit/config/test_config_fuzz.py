@@ -33,7 +33,6 @@ VALUES = (
 
 @st.composite
 def trees(draw: st.DrawFn) -> dict[Any, Any]:
-    """Files that look like ours, with any values in them."""
     tree: dict[Any, Any] = {}
     for name in draw(st.lists(st.sampled_from(sorted(SECTIONS)), max_size=4)):
         if SECTIONS[name] and draw(st.booleans()):

@@ -69,7 +69,6 @@ RAY_CLUSTER = yaml.safe_load((Path(__file__).parent / "raycluster_v1.yaml").read
 
 @cache
 def text(name: str) -> str:
-    """Return the objects of the chart as one file."""
     files = helm.render(CHART[name]).items()
     return "---\n".join(one for file, one in files if file.endswith(".yaml"))
 

@@ -27,7 +27,6 @@ DEFAULTS = load_config(environ={})
 
 @contextlib.contextmanager
 def limited(what: int, most: int) -> Iterator[None]:
-    """Have this process a lower limit for the time of a block."""
     before = resource.getrlimit(what)
     resource.setrlimit(what, (most, before[1]))
     try:
@@ -128,7 +127,6 @@ def only_fault(config: KVRayConfig, check: str = "", *, says: str = "", fix: str
 
 @contextlib.contextmanager
 def frozen(shard: Far) -> Iterator[None]:
-    """Have the shard do nothing for the time of a block."""
     shard.freeze()
     try:
         os.waitid(os.P_PID, shard.process.pid, os.WSTOPPED)

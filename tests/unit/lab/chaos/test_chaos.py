@@ -306,17 +306,6 @@ def test_the_book_begins_again_after_its_last_chapter():
         assert open_ & {ask.conversation for ask in batch.asks}
 
 
-def test_every_prompt_is_answered_in_time_for_the_turns_after_it():
-    seen: set[load.Ask] = set()
-    for asks in load.all_asks(workload()):
-        for ask in asks:
-            assert all(load.Ask(ask.conversation, turn) in seen for turn in range(ask.turn))
-        seen |= set(asks)
-    assert len(seen) == 3 * len(load.conversations_of(workload()))
-    for own in range(REPLICAS):
-        assert {ask for batch in batches(own, 200) for ask in batch.asks} <= seen
-
-
 def test_a_turn_begins_with_all_before_it_and_fits_and_documents_differ_from_their_first_block_on():
     conversations, answers = load.conversations_of(workload()), truth()
     for number, one in conversations.items():

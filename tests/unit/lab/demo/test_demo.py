@@ -1,6 +1,5 @@
-"""The demo's prompts, the verdict on its requests, and the picture of them."""
+"""The verdict on the demo's requests, and the picture of them."""
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from kvray.console.interrupts import Interrupts
 from kvray.lab.demo import play, report
 from kvray.lab.runner import running
 from kvray.reference import Output
-from kvray.reference.tokenizer import ByteTokenizer
 
 
 def test_without_room_in_shared_memory_the_arena_is_on_disk_and_allowed_there(monkeypatch):
@@ -85,22 +83,6 @@ def test_other_hits_than_must_be_fail(records, words):
     verdict = verdict_of(*records)
     assert words in verdict.failures[0]
     assert verdict.identical_text
-
-
-PROMPTS = play.make_prompts(ByteTokenizer())
-
-
-def test_only_questions_to_one_system_prompt_share_a_block_and_the_last_token_is_computed():
-    for one, other in itertools.combinations(PROMPTS, 2):
-        pairs = zip(PROMPTS[one], PROMPTS[other], strict=False)
-        equal = [*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
-        is_same = {one, other} <= set(play.SAME_SYSTEM)
-        assert len(equal) // play.TOKENS_PER_BLOCK == (play.SYSTEM_BLOCKS if is_same else 0)
-        assert PROMPTS[one] != PROMPTS[other]
-    assert len(PROMPTS[play.LONG]) == play.LONG_BLOCKS * play.TOKENS_PER_BLOCK
-    assert len(PROMPTS[play.UNALIGNED]) % play.TOKENS_PER_BLOCK == play.UNALIGNED_TOKENS
-    assert play.shareable_tokens(2 * play.TOKENS_PER_BLOCK) == play.TOKENS_PER_BLOCK
-    assert play.shareable_tokens(2 * play.TOKENS_PER_BLOCK + 1) == 2 * play.TOKENS_PER_BLOCK
 
 
 def test_bars_tell_where_prefixes_came_from():

@@ -16,12 +16,10 @@ SESSIONS = DATA / "sessions.tar.xz"
 
 @cache
 def excerpt(path: Path) -> Trace:
-    """Return the trace in one of the files."""
     return read_trace(path)
 
 
 def made(*requests: tuple[float, Sequence[int]], block_tokens: int = 4) -> Trace:
-    """Return requests of a time and of full blocks."""
     builder = TraceBuilder(name="made", block_tokens=block_tokens)
     for time_s, ids in requests:
         builder.add(time_s=time_s, num_tokens=block_tokens * len(ids), ids=list(ids))

@@ -13,7 +13,6 @@ import pytest
 from kvray.errors import ConfigError
 from kvray.lab.replay import Trace, infinite, read_trace
 from kvray.lab.replay.reading import Session, TraceBuilder, lay_out, read_session
-from kvray.store.replay import NO_PARENT
 from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, excerpt
 
 LINE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
@@ -264,14 +263,3 @@ def test_requests_are_put_in_the_order_of_time_from_0_on_and_hit_tokens_end_with
     assert paths(trace) == [[0, 1], [2], [3], [4]]
     assert trace.hit_tokens(np.array([2, 1, 0, 1])) == 6 + 4 + 0 + 4
     assert trace.prompt_tokens == 27
-
-
-def test_requests_without_a_block_stay_in_the_trace():
-    trace = build([], [1], [], [1, 2], [], [3], [1, 4])
-    assert trace.starts.tolist() == [0, 0, 1, 1, 3, 3, 4, 6]
-    assert (trace.num_requests, trace.num_refs, trace.num_unique) == (7, 6, 4)
-    assert trace.parents.tolist() == [NO_PARENT, 0, NO_PARENT, 0], "the blocks before"
-    empty = build()
-    assert (empty.num_requests, empty.num_refs, empty.num_unique, empty.seconds) == (0, 0, 0, 0)
-    with pytest.raises(OverflowError):
-        build([2**64])

@@ -167,7 +167,6 @@ def test_a_trace_that_fits_into_the_sample_is_drawn_exactly_and_one_too_short_is
 
 @cache
 def on_host(path: Path, policy: str, num_blocks: int) -> Outcome:
-    """Return what one tier finds of an excerpt; several tests look at it."""
     return simulate(excerpt(path), policy=policy, host_blocks=num_blocks)
 
 
