@@ -61,12 +61,9 @@ class Stub:
         for word in self._text.split():
             choice = {"index": 0, "text": word, "finish_reason": None, "logprobs": None}
             yield f"data: {json.dumps({**base, 'choices': [choice]})}\n\n"
-        usage = {
-            "prompt_tokens": num_tokens,
-            "completion_tokens": 2,
-            "total_tokens": num_tokens + 2,
-        }
-        usage["prompt_tokens_details"] = {"cached_tokens": num_tokens // 2}
+        usage: dict[str, Any] = {"prompt_tokens": num_tokens, "completion_tokens": 2}
+        usage |= {"total_tokens": num_tokens + 2}
+        usage |= {"prompt_tokens_details": {"cached_tokens": num_tokens // 2}}
         yield f"data: {json.dumps({**base, 'choices': [], 'usage': usage})}\n\n"
         yield "data: [DONE]\n\n"
 
@@ -74,15 +71,14 @@ class Stub:
 REQUESTS = [Due(at_s=float(at), tokens=[1] * 100) for at in range(4)]
 
 
-def answer(
-    first_token_s: float, *, replica: str = "a", cached: int = 50, text: str = "x"
-) -> Answer:
+def answer(first_token_s: float, **changes: Any) -> Answer:
+    usual: dict[str, Any] = {"text": "x", "replica": "a", "cached_tokens": 50}
     times = {"first_token_s": first_token_s, "whole_s": first_token_s + 1}
-    return Answer(text=text, replica=replica, cached_tokens=cached, **times)
+    return Answer(**{**usual, **times, **changes})
 
 
 FAILED = Answer(error="gone")
-FAST = [answer(0.1), answer(0.2, replica="b"), answer(0.3), answer(1.0, cached=0)]
+FAST = [answer(0.1), answer(0.2, replica="b"), answer(0.3), answer(1.0, cached_tokens=0)]
 SLOW = [answer(2.0), answer(0.4, text="y"), answer(0.6), FAILED]
 
 
@@ -128,9 +124,7 @@ def test_an_endpoint_that_answers_few_requests_or_tells_little_looks_no_better()
     silent = [Answer(text="x", first_token_s=0.1, whole_s=0.2)] * 4
     found = figures(one_round(slow=silent), num_replicas=3)
     assert not {"cached_share", "reuse", "most_requests"} & found["slow"].keys()
-    assert found["fast"]["most_requests"] == 3 * 3 / 4, (
-        "that nobody heard of one counts in the mean"
-    )
+    assert found["fast"]["most_requests"] == 3 * 3 / 4  # with a replica that nobody heard of
 
 
 def test_rounds_come_to_medians_of_figures_and_ratios_and_failures_to_their_sum(capsys):
@@ -166,41 +160,29 @@ def test_requests_are_sent_when_they_are_due_and_answers_have_all_that_is_told()
         began = time.monotonic()
         answers = ask_all(url, LOAD_REQUESTS)
         assert time.monotonic() - began < 2, "none waited until another was answered"
-    assert {(one.text, one.replica, one.cached_tokens) for one in answers} == {
-        ("onetwo", "engine-1", 32)
-    }
+    told = {(one.text, one.replica, one.cached_tokens) for one in answers}
+    assert told == {("onetwo", "engine-1", 32)}
     assert all(0.5 <= one.first_token_s <= one.whole_s for one in answers)
     assert sorted(one["prompt"] for one in stub.asked) == [due.tokens for due in LOAD_REQUESTS]
     assert all(one["stream_options"] == {"include_usage": True} for one in stub.asked)
 
 
-@pytest.mark.parametrize(
-    ("stub", "timeout_s", "words"), [({"wait_s": 5}, 0.3, ""), ({"text": ""}, 5, "full")]
-)
-def test_a_late_answer_and_a_refusal_have_failed(stub, timeout_s, words):
-    with app_served(Stub(**stub).app) as url:
-        (answer,) = ask_all(url, LOAD_REQUESTS[:1], timeout_s=timeout_s)
-    assert answer.error
-    assert words in answer.error
-
-
-def test_the_model_is_what_the_endpoint_lists_and_one_that_is_gone_is_named():
-    with app_served(Stub().app) as url:
-        assert asyncio.run(ask_model("stub", url)) == "stub"
+def test_a_late_answer_and_a_refusal_have_failed_and_an_endpoint_that_is_gone_is_named():
+    with app_served(Stub(wait_s=5).app) as url:
+        (late,) = ask_all(url, LOAD_REQUESTS[:1], timeout_s=0.3)
+    with app_served(Stub(text="").app) as url:
+        (refused,) = ask_all(url, LOAD_REQUESTS[:1])
+        assert asyncio.run(ask_model("stub", url)) == "stub", "what it lists"
+    assert late.error
+    assert "full" in refused.error
     with pytest.raises(KVRayError, match=f"mine does not answer at {url}"):
         asyncio.run(ask_model("mine", url))
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a=http://host:1/", ("a", "http://host:1")),
-        ("a=http://host:1/x/v1", ("a", "http://host:1/x")),
-        ("http://host:1", ("http://host:1", "http://host:1")),
-    ],
-)
-def test_endpoints_are_named_and_what_is_no_url_is_refused(text, expected):
-    assert parse_endpoint(text) == expected
+def test_endpoints_are_named_and_what_is_no_url_is_refused():
+    assert parse_endpoint("a=http://host:1/") == ("a", "http://host:1")
+    assert parse_endpoint("a=http://host:1/x/v1") == ("a", "http://host:1/x")
+    assert parse_endpoint("http://host:1") == ("http://host:1", "http://host:1")
     for wrong in ("a=host:1", "a=http://host:80OO", "a=http://[::1", "a=http://"):
         with pytest.raises(ConfigError, match="give NAME=http"):
             parse_endpoint(wrong)
@@ -236,11 +218,9 @@ def trace(*prompts: tuple[int, list[int]]) -> Trace:
     return builder.build()
 
 
-def scaled(
-    found: Trace, *, scale: float = 16.0, tokens_max: int = 1000, **asked: int
-) -> list[Request]:
-    asked = {"num_requests": found.num_requests, **asked}
-    return from_trace(found, seconds=4.0, scale=scale, tokens_max=tokens_max, **asked)
+def scaled(found: Trace, **asked: Any) -> list[Request]:
+    usual = {"num_requests": found.num_requests, "scale": 16.0, "tokens_max": 1000}
+    return from_trace(found, seconds=4.0, **{**usual, **asked})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -302,11 +282,11 @@ def test_a_factor_that_divides_no_block_shifts_no_other_and_long_prompts_lose_th
 
 def test_whole_conversations_of_a_trace_are_drawn_from_all_of_it():
     turns = [
-        [0, talk, *range(1000 * talk, 1000 * talk + turn)]
+        (512 * (2 + turn), [0, talk, *range(1000 * talk, 1000 * talk + turn)])
         for turn in range(4)
         for talk in range(1, 51)
     ]
-    requests = scaled(trace(*((512 * len(ids), ids) for ids in turns)), num_requests=20)
+    requests = scaled(trace(*turns), num_requests=20)
     talks = Counter(one.stretches[1][0] for one in requests)
     assert [*talks.values()] == [4] * 5
     assert max(talks) > 20, "not only the first ones"
@@ -314,13 +294,11 @@ def test_whole_conversations_of_a_trace_are_drawn_from_all_of_it():
     assert all(one.stretches[0] == requests[0].stretches[0] for one in requests)
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [({"num_requests": 5}, "has 1 requests and 5 are asked for"), ({"scale": 1024.0}, "most 512")],
-)
-def test_a_trace_that_is_too_short_or_made_too_small_is_refused(asked, words):
-    with pytest.raises(ConfigError, match=words):
-        scaled(trace((512, [1])), **asked)
+def test_a_trace_that_is_too_short_or_made_too_small_is_refused():
+    with pytest.raises(ConfigError, match="has 1 requests and 5 are asked for"):
+        scaled(trace((512, [1])), num_requests=5)
+    with pytest.raises(ConfigError, match="most 512"):
+        scaled(trace((512, [1])), scale=1024.0)
 
 
 @pytest.mark.parametrize(("vocabulary", "low"), [(16_384, 1000), (256, 32)])
