@@ -119,16 +119,12 @@ def test_options_with_a_closed_set_of_values_complete_them(call_kvray, option):
     assert sorted(done.stdout.split()) == sorted(SETS[option])
 
 
-@pytest.mark.parametrize(
-    "command", ["up", "down", "status", "verify", "sweep", "connector-config", "config show"]
-)
-def test_unknown_setting_is_refused_with_its_line_and_the_nearest_one(
-    call_kvray, tmp_path, command
-):
+def test_unknown_setting_is_refused_with_its_line_and_the_nearest_one(call_kvray, tmp_path):
     (tmp_path / "kvray.yaml").write_text("arena: {capacty: 1GiB}\n")
-    done = call_kvray(*command.split(), "-c", "kvray.yaml")
-    words = ("kvray.yaml:1: ", "did you mean arena.capacity")
-    assert_refused(done, tmp_path, *words, kept={"kvray.yaml"})
+    for command in ("up", "down", "status", "verify", "sweep", "connector-config", "config show"):
+        done = call_kvray(*command.split(), "-c", "kvray.yaml")
+        words = ("kvray.yaml:1: ", "did you mean arena.capacity")
+        assert_refused(done, tmp_path, *words, kept={"kvray.yaml"})
 
 
 ENDPOINTS = "Give the endpoints with --url, or --local."
@@ -156,6 +152,9 @@ ENDPOINTS = "Give the endpoints with --url, or --local."
         ("bench local --capacity much", ("--capacity", "64GiB")),
         ("bench local --capacity 1MiB", ("--capacity 1MiB is too small", "64MiB")),
         ("bench local --capacity 4096TiB", ("TiB", "smaller --capacity, or --quick")),
+        ("dashboard install --ray-temp-dir none", ("on the node of Ray's head",)),
+        ("dashboard scrape --ray-temp-dir none", ("on the node of Ray's head",)),
+        ("dashboard install --to absent", ("absent",)),
         ("bench serve", (ENDPOINTS,)),
         ("bench serve --url a=http://x --local", (ENDPOINTS,)),
         ("bench serve --url a=http://x --url a=http://y", ("the same name",)),
@@ -319,20 +318,19 @@ def test_help_imports_neither_ray_nor_torch():
     assert forks.run(sys.executable, "-c", code).stdout == "set()\n"
 
 
-@pytest.mark.parametrize("text", ["[1, 15043, 29871]", "1 15043\n29871\n"])
-def test_tokens_are_read_from_a_file_or_stdin(text, tmp_path, monkeypatch):
-    (tmp_path / "prompt").write_text(text)
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    for path in (tmp_path / "prompt", Path("-")):
-        assert read_tokens(path) == [1, 15043, 29871]
-
-
-def test_what_are_no_tokens_is_refused(tmp_path):
-    for text in (None, "", "Hello", '["1"]', "[true]", '{"tokens": [1]}'):
-        if text is not None:
-            (tmp_path / "prompt.json").write_text(text)
-        with pytest.raises(ConfigError, match=r"prompt\.json (must have token ids|cannot be read)"):
-            read_tokens(tmp_path / "prompt.json")
+def test_tokens_are_read_from_a_file_or_stdin_and_what_are_none_is_refused(tmp_path, monkeypatch):
+    prompt = tmp_path / "prompt.json"
+    with pytest.raises(ConfigError, match=r"prompt\.json cannot be read as token ids"):
+        read_tokens(prompt)
+    for text in ("[1, 15043, 29871]", "1 15043\n29871\n"):
+        prompt.write_text(text)
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        for path in (prompt, Path("-")):
+            assert read_tokens(path) == [1, 15043, 29871]
+    for text in ("", "Hello", '["1"]', "[true]", '{"tokens": [1]}'):
+        prompt.write_text(text)
+        with pytest.raises(ConfigError, match=r"prompt\.json (must have|cannot be read as) token"):
+            read_tokens(prompt)
 
 
 def test_an_arena_that_a_shard_of_another_ray_owns_is_left_and_named(run_kvray, parent):
@@ -372,24 +370,14 @@ def test_a_dashboard_goes_into_ray_s_latest_session_again_and_again_and_alerts_t
     assert files["files"] == [str(ray / "prom_metrics_service_discovery.json")]
 
 
-def test_a_dashboard_goes_into_any_directory_of_a_grafana_or_is_printed(call_kvray, tmp_path):
+def test_a_dashboard_goes_into_any_directory_or_is_printed_and_says_what_it_lacks(
+    call_kvray, tmp_path
+):
+    (tmp_path / "session_latest").mkdir()
+    done = call_kvray("dashboard", "install", "--ray-temp-dir", ".")
+    assert_refused(done, tmp_path, "--include-dashboard=true", kept={"session_latest"})
     done = call_kvray("dashboard", "install", "--to", tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "kvray_kvray.json").exists()
     assert "groups:" in call_kvray("dashboard", "rules").stdout
     assert json.loads(call_kvray("dashboard", "show").stdout)["title"] == "kvray"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("install --ray-temp-dir none", "on the node of Ray's head"),
-        ("scrape --ray-temp-dir none", "on the node of Ray's head"),
-        ("install --ray-temp-dir .", "--include-dashboard=true"),
-        ("install --to absent", "absent"),
-    ],
-)
-def test_a_dashboard_that_cannot_be_put_anywhere_says_why(call_kvray, tmp_path, options, words):
-    (tmp_path / "session_latest").mkdir()
-    done = call_kvray("dashboard", *options.split())
-    assert_refused(done, tmp_path, words, kept={"session_latest"})

@@ -58,26 +58,17 @@ def test_several_requests_are_one_line_each_and_a_sentence():
     some = [request(**EVICTED), whole]
     table = shown(explain.requests_table(some, now=NOW))
     assert [line.split()[0] for line in table.splitlines() if " one " in line] == ["7", "8"]
-    assert "464 of 640 tokens of these 2 requests were hits" in shown(
-        explain.requests_sentence(some)
-    )
+    sentence = shown(explain.requests_sentence(some))
+    assert "464 of 640 tokens of these 2 requests were hits" in sentence
 
 
 def test_a_prompt_is_told_by_where_its_blocks_are():
-    prompt = {
-        "replica": "one",
-        "namespace": "3f0a91c2",
-        "num_tokens": 330,
-        "stored_tokens": 160,
-        "reason": "never_stored",
-        "log_since": NOW - 100,
-        "leaving": ["kvray-shard-a"],
-        "ranges": [
-            span(0, 160, "stored", places=[{"node": "kvray-shard-a", "tier": "nvme"}]),
-            span(160, 320, "never_stored", places=[]),
-            span(320, 330, "computed"),
-        ],
-    }
+    ranges = [
+        span(0, 160, "stored", places=[{"node": "kvray-shard-a", "tier": "nvme"}]),
+        span(160, 320, "never_stored", places=[]),
+        span(320, 330, "computed"),
+    ]
+    prompt = request(num_tokens=330, stored_tokens=160, ranges=ranges, leaving=["kvray-shard-a"])
     text = shown(*explain.prompt_report(prompt, now=NOW))
     assert "on the disk of node a" in text
     assert "Node a is being drained; blocks that only it holds go to others." in text

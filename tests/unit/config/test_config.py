@@ -90,24 +90,14 @@ def test_variables_name_the_cluster_and_tenants_as_they_are_written_and_give_num
     assert given.security.tenant_quotas == {"Alice": GiB}
 
 
-@pytest.mark.parametrize(
-    "service",
-    ["kvray", "kvray-events", "kvray-a--b", "kvray-security--tenant-quotas--a", "kvray-config"],
-)
-def test_variables_that_kubernetes_sets_for_a_service_are_left_alone(service):
-    name = service.upper().replace("-", "_")
+def test_variables_that_kubernetes_sets_for_a_service_are_left_alone():
     url = "tcp://10.0.0.1:5557"
-    environ = {
-        f"{name}_SERVICE_HOST": "10.0.0.1",
-        f"{name}_SERVICE_PORT": "5557",
-        f"{name}_SERVICE_PORT_HTTP": "5557",
-        f"{name}_PORT": url,
-        f"{name}_PORT_5557_TCP": url,
-        f"{name}_PORT_5557_TCP_PROTO": "tcp",
-        f"{name}_PORT_5557_TCP_PORT": "5557",
-        f"{name}_PORT_5557_TCP_ADDR": "10.0.0.1",
-    }
-    assert load(environ=environ) == KVRayConfig()
+    given = {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "5557", "SERVICE_PORT_HTTP": "5557"}
+    given |= {"PORT": url, "PORT_5557_TCP": url, "PORT_5557_TCP_PROTO": "tcp"}
+    given |= {"PORT_5557_TCP_PORT": "5557", "PORT_5557_TCP_ADDR": "10.0.0.1"}
+    for service in ("", "_EVENTS", "_A__B", "_SECURITY__TENANT_QUOTAS__A", "_CONFIG"):
+        environ = {f"KVRAY{service}_{name}": value for name, value in given.items()}
+        assert load(environ=environ) == KVRayConfig()
 
 
 @pytest.mark.parametrize(
@@ -148,9 +138,17 @@ def test_a_file_without_settings_means_the_defaults_which_cannot_be_changed(writ
         load().arena.capacity = 1
 
 
-SIZES = {"64KiB": 2**16, " 2 MiB ": 2**21, "1.5GiB": 3 * 2**29, "2TiB": 2**41}
+SIZES: dict[Any, int] = {"64KiB": 2**16, " 2 MiB ": 2**21, "1.5GiB": 3 * 2**29, "2TiB": 2**41}
 SIZES |= {"9007199254740993": 2**53 + 1, 1e9: 10**9}
-TIMES = {5: 5, "5": 5, " 5 s ": 5, "250ms": 0.25, "1.5m": 90, "1h": 3600, "1d": 86400}
+TIMES: dict[Any, float] = {
+    5: 5,
+    "5": 5,
+    " 5 s ": 5,
+    "250ms": 0.25,
+    "1.5m": 90,
+    "1h": 3600,
+    "1d": 86400,
+}
 TEXTS = {0: "0B", 1023: "1023B", 1024: "1KiB", 3 * 2**29: "1.5GiB"}
 
 
@@ -160,36 +158,27 @@ def test_a_size_has_binary_units_and_a_duration_is_a_number_of_seconds_or_has_a_
     assert {text: load(overrides={"ray.timeout_s": text}).ray.timeout_s for text in TIMES} == TIMES
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        (
-            ["64 gigs", "GiB", "", "1,5GiB", "1e9", "0x10", None, True, [1], 1e400],
-            "is no size; write a number with a unit such as 64GiB",
-        ),
-        (["64GB", "64gib", "64G", "64 Gi"], "is no size; units are binary here: write 64GiB"),
-        ([0, -1, "0", "-64GiB", "0.2B", 0.5], "is not a positive size"),
-    ],
-)
-def test_what_is_no_size_is_refused_with_an_example(values, said):
-    for value in values:
+NO_SIZES: dict[str, list[Any]] = {
+    "write a number with a unit such as 64GiB": ["64 gigs", "GiB", "", "1,5GiB", "1e9", "0x10"],
+    "is no size; write a number": [None, True, [1], 1e400],
+    "is no size; units are binary here: write 64GiB": ["64GB", "64gib", "64G", "64 Gi"],
+    "is not a positive size": [0, -1, "0", "-64GiB", "0.2B", 0.5],
+}
+
+
+@pytest.mark.parametrize("said", NO_SIZES)
+def test_what_is_no_size_is_refused_with_an_example(said):
+    for value in NO_SIZES[said]:
         with pytest.raises(ValueError, match=said):
             parse_size(value)
 
 
-@pytest.mark.parametrize(
-    ("environ", "share"),
-    [
-        ({}, 0.95),
-        ({"RAY_memory_usage_threshold": "0.8"}, 0.8),
-        ({"RAY_memory_usage_threshold": "high"}, 0.95),
-        ({"RAY_memory_usage_threshold": "0.8", "RAY_memory_monitor_refresh_ms": "0"}, 1.0),
-        ({"RAY_memory_monitor_refresh_ms": "250"}, 0.95),
-        ({"RAY_memory_monitor_refresh_ms": "often"}, 0.95),
-    ],
-)
-def test_ray_kills_workers_above_a_share_of_the_memory(environ, share):
-    assert ray_memory_threshold(environ) == share
+def test_ray_kills_workers_above_a_share_of_the_memory():
+    threshold, refresh = "RAY_memory_usage_threshold", "RAY_memory_monitor_refresh_ms"
+    assert ray_memory_threshold({threshold: "0.8"}) == 0.8
+    assert ray_memory_threshold({threshold: "0.8", refresh: "0"}) == 1.0
+    for environ in ({}, {threshold: "high"}, {refresh: "250"}, {refresh: "often"}):
+        assert ray_memory_threshold(environ) == 0.95
 
 
 def test_the_cache_lies_where_the_desktop_standard_says_or_in_the_home_directory(monkeypatch):
