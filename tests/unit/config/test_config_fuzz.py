@@ -14,8 +14,7 @@ from tests.examples import examples
 from tests.unit.mutations import ANY_JSON, changed_bytes, changed_json
 
 fuzzed = settings(
-    max_examples=examples(100),
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 SECTIONS = {

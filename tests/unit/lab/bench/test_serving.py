@@ -26,12 +26,7 @@ from kvray.lab.bench.serving.load import (
     play,
     reusable_tokens,
 )
-from kvray.lab.bench.serving.report import (
-    Round,
-    Section,
-    round_figures,
-    serving_report,
-)
+from kvray.lab.bench.serving.report import Round, Section, round_figures, serving_report
 from kvray.lab.replay.reading import TraceBuilder
 from kvray.store.replay import Trace
 from tests.kit.web import app_served

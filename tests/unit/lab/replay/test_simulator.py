@@ -9,16 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvray.errors import ConfigError
 from kvray.lab.replay import Comparison, Outcome, Plan, Trace, belady, compare, infinite
 from kvray.lab.replay.report import report_curves, report_policies
 from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, check_curve, check_curves, simulate
-from kvray.store import policy as policies
-from kvray.store.arena.tables import Array
-from kvray.store.policy import Everything
 from kvray.store.replay import Replay
 from tests.unit.lab.replay.excerpts import (
     CONVERSATION,
@@ -240,21 +236,6 @@ def test_a_tier_larger_than_the_trace_costs_no_more_than_the_trace():
         for count in (10**5, 10**17)
     )
     assert much.hit_blocks == more.hit_blocks > 0
-
-
-@each_excerpt
-@each_policy
-def test_a_disk_that_takes_nothing_is_none(path, policy, monkeypatch):
-    class Nothing(Everything):
-        def admits(self, slots: Array, names: Array, *, now: float) -> Array:
-            return np.zeros(len(slots), dtype=bool)
-
-    monkeypatch.setitem(policies.ADMISSIONS, "nothing", Nothing)
-    useless = simulate(
-        excerpt(path), policy=policy, host_blocks=1000, nvme_blocks=900, admission="nothing"
-    )
-    assert (useless.nvme_written_blocks, useless.nvme_hit_blocks) == (0, 0)
-    assert useless.hit_blocks == on_host(path, policy, 1000).hit_blocks
 
 
 def test_a_disk_that_is_never_full_has_each_block_written_once():
