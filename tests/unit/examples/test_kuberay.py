@@ -289,42 +289,34 @@ def memory(pod: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize(
-    "arena",
+    ("arena", "flush_s", "grace"),
     [
-        {"capacity": "1GiB"},
-        {"capacity": "100GiB", "slot_min": "4KiB"},
-        {"capacity": "68719476736"},
-        {"capacity": "1.5TiB", "slot_min": "1MiB"},
+        ({"capacity": "1GiB"}, 0, 60),
+        ({"capacity": "100GiB", "slot_min": "4KiB"}, 90.5, 151),
+        ({"capacity": "68719476736"}, "90s", 150),
+        ({"capacity": "1.5TiB", "slot_min": "1MiB"}, "5m", 360),
     ],
     ids=str,
 )
-def test_volume_and_memory_follow_from_any_arena(arena, tmp_path):
-    _, pod = ray_pods({"kvray": {"arena": arena}})
+def test_volume_and_memory_follow_from_any_arena_and_the_end_from_the_flush(
+    arena, flush_s, grace, tmp_path
+):
+    _, pod = ray_pods({"kvray": {"arena": arena, "nvme": {"flush_s": flush_s}}})
     needed = arena_bytes(loaded(json.dumps({"arena": arena}), tmp_path))
     assert needed <= memory_volume(pod) <= 1.05 * needed + 2**31
     assert needed + 4 * 2**30 <= 0.95 * memory(pod) <= 1.05 * needed + 6 * 2**30
-
-
-@pytest.mark.parametrize(("flush_s", "grace"), [(0, 60), (90.5, 151), ("90s", 150), ("5m", 360)])
-def test_a_pod_ends_after_the_flush_and_a_limit_that_is_large_enough_stays(flush_s, grace):
-    values = {"kvray": {"nvme": {"flush_s": flush_s}}, "worker": {"memory": "96Gi"}}
-    _, pod = ray_pods(values)
     assert pod["terminationGracePeriodSeconds"] == grace
-    assert memory(pod) == 96 * 2**30
+
+
+KEPT = ", but KubeRay keeps it between nodes.minReplicas and nodes.maxReplicas; change those, too."
 
 
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
         ({"arena": {"place": "disk"}}, "at '/arena/place': value must be one of 'pod', 'host'"),
-        *(
-            (
-                {"nodes": {"replicas": replicas}},
-                f"nodes.replicas is {replicas}, but KubeRay keeps it between nodes.minReplicas and"
-                " nodes.maxReplicas; change those, too.",
-            )
-            for replicas in (0, 100)
-        ),
+        ({"nodes": {"replicas": 0}}, f"nodes.replicas is 0{KEPT}"),
+        ({"nodes": {"replicas": 100}}, f"nodes.replicas is 100{KEPT}"),
         ({"networkPolicy": None}, "at '': missing property 'networkPolicy'"),
         ({"nodes": {"affinity": None}}, "at '/nodes': missing property 'affinity'"),
         ({"wrker": {}}, "at '': additional properties 'wrker' not allowed"),
@@ -453,8 +445,9 @@ def test_pods_have_the_account_variables_affinity_files_images_and_user_that_are
 
 
 @pytest.mark.parametrize(("cpu", "written"), [(8, "8"), (0.5, "0.5"), ("1500m", "1500m")])
-def test_cpus_may_be_a_number_as_set_writes_them(cpu, written):
-    _, worker = ray_pods({"worker": {"cpu": cpu}, "engine": {"cpu": cpu}})
+def test_cpus_may_be_a_number_as_set_writes_them_and_memory_that_is_enough_stays(cpu, written):
+    _, worker = ray_pods({"worker": {"cpu": cpu, "memory": "96Gi"}, "engine": {"cpu": cpu}})
+    assert memory(worker) == 96 * 2**30
     for container in worker["containers"]:
         assert container["resources"]["requests"]["cpu"] == written
 
