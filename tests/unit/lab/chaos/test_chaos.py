@@ -170,17 +170,11 @@ def test_an_engine_that_is_stopped_is_not_stopped_again():
         process.wait()
 
 
-def served(
-    began: float, hits: int, replica: str = "one", *, place: int = 0, wrong_tokens: int = 0
-) -> Served:
-    return Served(
-        replica=replica,
-        place=place,
-        began=began,
-        ended=began + 1.0,
-        outputs=[make_output(prompt_tokens=100, hit_tokens=hits)],
-        wrong_tokens=wrong_tokens,
-    )
+def served(began: float, hits: int, replica: str = "one", **changes: int) -> Served:
+    known: dict[str, Any] = {"replica": replica, "place": 0, "wrong_tokens": 0}
+    known |= {"began": began, "ended": began + 1.0}
+    known["outputs"] = [make_output(prompt_tokens=100, hit_tokens=hits)]
+    return Served(**known | changes)
 
 
 def strike(began: float, ended: float, **changes: Any) -> judge.Strike:
@@ -189,15 +183,18 @@ def strike(began: float, ended: float, **changes: Any) -> judge.Strike:
 
 
 CALM = [served(at, 80) for at in range(10)]
-CALM_RESULTS = judge.Results(served=CALM)
-TWO_REPLICAS = [(1, 80), (2, 80), (1, 0, "two"), (5, 80, "two")]
+
+
+def found_of(**results: Any) -> dict[str, Any]:
+    """Return the report of a run beside a calm one."""
+    return dict(judge.report(judge.Results(**results), judge.Results(served=CALM)))
 
 
 @pytest.mark.parametrize(
     ("ended", "under_fire", "recovery_s"),
     [
         (1.5, [(0, 80), (1, 0), (2, 10), (3, 60), (4, 80)], 2.5),
-        (0.5, TWO_REPLICAS, 5.5),
+        (0.5, [(1, 80), (2, 80), (1, 0, "two"), (5, 80, "two")], 5.5),
         (1.5, [(at, 10) for at in range(20)], 18.5),
     ],
     ids=["a good batch that began after the end", "of the slowest replica", "until the end"],
@@ -205,7 +202,7 @@ TWO_REPLICAS = [(1, 80), (2, 80), (1, 0, "two"), (5, 80, "two")]
 def test_hits_are_back_with_the_first_good_batch_of_all_replicas(ended, under_fire, recovery_s):
     answers, struck = [served(*one) for one in under_fire], [strike(0.5, ended)]
     assert judge.recoveries(struck, answers, CALM) == [recovery_s]
-    found = judge.report(judge.Results(served=answers, strikes=struck), CALM_RESULTS)
+    found = found_of(served=answers, strikes=struck)
     assert found["recovery_s_last"] == pytest.approx(recovery_s)
 
 
@@ -225,7 +222,7 @@ def test_a_fault_that_was_not_over_when_the_next_struck_is_not_counted():
 
 def test_what_did_not_strike_is_told_and_not_counted():
     strikes = [strike(1, 1), strike(2, 2, kind="truncate", skipped="No mover")]
-    found = judge.report(judge.Results(served=CALM[:5], strikes=strikes), CALM_RESULTS)
+    found = found_of(served=CALM[:5], strikes=strikes)
     assert found["faults_injected"] == 1
     assert found["faults"] == {"kill_shard": 1}
     told = {"struck": 0, "skipped": {"No mover": 1}, "in_flight_min": None, "recovery_s_max": None}
@@ -235,21 +232,16 @@ def test_what_did_not_strike_is_told_and_not_counted():
 
 
 def test_a_loss_that_was_not_injected_and_a_wrong_token_fail_the_run():
-    injected = Counter(injected_deaths=2, injected_requests=24)
-    found = judge.report(judge.Results(losses=injected), CALM_RESULTS)
+    found = found_of(losses=Counter(injected_deaths=2, injected_requests=24))
     assert judge.has_passed(found)
     assert found["requests_lost_to_injected_deaths"] == 24
     for loss in ("engine_deaths", "hung_requests", "failed_requests", "unsettled_nodes"):
-        assert not judge.has_passed(
-            judge.report(judge.Results(losses=Counter({loss: 1})), CALM_RESULTS)
-        ), loss
-    wrong = judge.Results(served=[served(0, 80, wrong_tokens=1)])
-    assert not judge.has_passed(judge.report(wrong, CALM_RESULTS))
+        assert not judge.has_passed(found_of(losses=Counter({loss: 1}))), loss
+    assert not judge.has_passed(found_of(served=[served(0, 80, wrong_tokens=1)]))
 
 
 def test_answers_on_nodes_that_joined_are_judged_and_kept_apart():
-    joined = [served(0, 20, wrong_tokens=1)]
-    found = judge.report(judge.Results(served=[served(0, 40)], joined=joined), CALM_RESULTS)
+    found = found_of(served=[served(0, 40)], joined=[served(0, 20, wrong_tokens=1)])
     assert (found["wrong_tokens"], found["requests"]) == (1, 2)
     assert found["hit_tokens_ratio"] == pytest.approx(0.5)
     assert found["joined"] == {"requests": 1, "hit_share": 0.2}
@@ -286,6 +278,11 @@ def test_replicas_share_some_documents_and_keep_others_to_themselves():
     ]
     assert asked[0] & asked[1] == shared
     assert [one - shared for one in asked] == private
+    read = batches(0, 3 * load.BATCHES + 1)
+    assert read[0].place == read[-1].place == 0, "phases come round again"
+    own = {one.number for one in (*phases[0].shared[0], *phases[0].private[0])}
+    for batch in (read[0], read[-1]):
+        assert own & {ask.conversation for ask in batch.asks}
 
 
 def test_equal_seeds_ask_the_same_and_a_batch_nothing_twice():
@@ -295,15 +292,6 @@ def test_equal_seeds_ask_the_same_and_a_batch_nothing_twice():
     assert batches(0, 60) != batches(0, 60, seed=2)
     for batch in batches(0, 60):
         assert len(set(batch.asks)) == len(batch.asks) == 12
-
-
-def test_the_book_begins_again_after_its_last_chapter():
-    read = batches(0, 3 * load.BATCHES + 1)
-    assert read[0].place == read[-1].place == 0
-    shared, private = workload()[0].shared[0], workload()[0].private[0]
-    open_ = {one.number for one in (*shared, *private)}
-    for batch in (read[0], read[-1]):
-        assert open_ & {ask.conversation for ask in batch.asks}
 
 
 def test_a_turn_begins_with_all_before_it_and_fits_and_documents_differ_from_their_first_block_on():

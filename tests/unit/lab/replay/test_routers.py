@@ -150,39 +150,39 @@ def on_node(num_tokens: int, tier: str = "host") -> Stretch:
     return Stretch(num_tokens=num_tokens, holders={"0": tier})
 
 
+SMALL = {"host_blocks": 2}
+BOTH = Stretch(num_tokens=100, holders={"0": "host", "1": "host"})
+
+
 @pytest.mark.parametrize(
-    ("fleet", "used", "asked", "found"),
+    ("fleet", "used", "asked", "num_tokens", "found"),
     [
+        (plan(2), (3, 1), range(4), 400, [BOTH, on_node(200)]),
+        (plan(1, **SMALL), (4,), range(4), 350, [on_node(200)]),
+        (plan(1, **SMALL), (4,), range(2, 4), 200, []),
         (
-            plan(2),
-            [(0, [0, 1, 2]), (1, [0])],
-            ([0, 1, 2, 3], 400),
-            [Stretch(num_tokens=100, holders={"0": "host", "1": "host"}), on_node(200)],
-        ),
-        (plan(1, host_blocks=2), [(0, [0, 1, 2, 3])], ([0, 1, 2, 3], 350), [on_node(200)]),
-        (plan(1, host_blocks=2), [(0, [0, 1, 2, 3])], ([2, 3], 200), []),
-        (
-            plan(1, host_blocks=2, disk_blocks=1),
-            [(0, [0, 1, 2, 3])],
-            ([0, 1, 2, 3], 400),
+            plan(1, **SMALL, disk_blocks=1),
+            (4,),
+            range(4),
+            400,
             [on_node(200), on_node(100, "disk")],
         ),
-        (plan(1), [(0, [0, 1])], ([0, 1], 130), [on_node(130)]),
+        (plan(1), (2,), range(2), 130, [on_node(130)]),
     ],
     ids=["with their nodes", "to the first gap", "not behind a gap", "on disk", "a partial block"],
 )
-def test_blocks_of_a_prompt_are_found(fleet, used, asked, found):
+def test_blocks_of_a_prompt_are_found(fleet, used, asked, num_tokens, found):
     memory = routers.Memory(trace_of((0, b"abcd")), fleet)
-    for replica, blocks in used:
-        memory.use(replica, blocks)
-    assert memory.stretches(*asked) == found
+    for replica, count in enumerate(used):
+        memory.use(replica, [*range(count)])
+    assert memory.stretches([*asked], num_tokens) == found
 
 
 ROUTERS_TRACE = random_trace(1, shared_blocks=200, own_blocks=2, load=1)
 
 
-def router(name: str, count: int = 3) -> routers.Router:
-    fleet = plan(count, imbalance_max=4)
+def router(name: str) -> routers.Router:
+    fleet = plan(3, imbalance_max=4)
     return routers.ROUTERS[name](fleet, ROUTERS_TRACE, routers.Memory(ROUTERS_TRACE, fleet))
 
 
