@@ -99,17 +99,11 @@ def test_a_fingerprint_that_was_kept_and_is_changed_is_right_or_recreated(tmp_pa
 @example([b'{"hash_ids": [99999999999999999999999], "timestamp": 0, "input_length": 512}'])
 def test_a_trace(tmp_path, lines):
     path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, REQUESTS)))
+    assert read_trace(path).num_refs == 9, "what is changed is a trace"
     path.write_bytes(b"\n".join(lines))
     with contextlib.suppress(ConfigError):
-        trace = read_trace(path)
-        assert trace.num_refs > 0
-
-
-def test_a_trace_that_is_whole_is_read(tmp_path):
-    """What is changed above is a trace."""
-    path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(map(json.dumps, REQUESTS)))
-    assert read_trace(path).num_refs == 9
+        assert read_trace(path).num_refs > 0
 
 
 @fuzzed
@@ -140,16 +134,10 @@ def test_what_a_local_ray_has_written_down(tmp_path, monkeypatch, text):
 
 @fuzzed
 @given(text=TEXTS)
-def test_the_address_that_a_head_has_written_down(tmp_path, text):
-    (tmp_path / "ray_current_cluster").write_bytes(text)
-    assert isinstance(read_address(tmp_path), str)
-
-
-@fuzzed
-@given(text=st.binary(max_size=100))
-def test_a_secret(tmp_path, text):
-    path = tmp_path / "secret"
+def test_the_address_that_a_head_has_written_down_and_a_secret(tmp_path, text):
+    path = tmp_path / "ray_current_cluster"
     path.write_bytes(text)
+    assert isinstance(read_address(tmp_path), str)
     path.chmod(0o600)
     with contextlib.suppress(ConfigError):
         assert read_secret(path, setting="x") == text.strip()

@@ -10,15 +10,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @pytest.mark.parametrize("signum", SIGNALS)
-def test_signal_is_an_interrupt(signum):
+def test_signal_is_an_interrupt_and_a_late_one_does_nothing(signum):
     with pytest.raises(KeyboardInterrupt), Interrupts().caught():
         os.kill(os.getpid(), signum)
-
-
-def test_late_signal_does_nothing():
     with Interrupts().caught():
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signum)
 
 
 def test_threads_that_start_while_masked_take_no_signal():
