@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 from kvray.lab.replay import Trace, read_trace
 from kvray.lab.replay.reading import TraceBuilder
 
@@ -40,6 +42,11 @@ def random_trace(seed: int, *, num_requests: int = 60) -> Trace:
     return builder.build()
 
 
+def paths(trace: Trace) -> list[list[int]]:
+    """Return the blocks of each request."""
+    return [part.tolist() for part in np.split(trace.ids, trace.starts[1:-1])]
+
+
 def lru_hits(trace: Trace, num_blocks: int) -> list[int]:
     """Return the hits of each request: blocks of the contiguous prefix that is there.
 
@@ -47,8 +54,7 @@ def lru_hits(trace: Trace, num_blocks: int) -> list[int]:
     """
     cached: OrderedDict[int, None] = OrderedDict()
     hits = []
-    for start, end in zip(trace.starts[:-1], trace.starts[1:], strict=True):
-        blocks = trace.ids[start:end].tolist()
+    for blocks in paths(trace):
         found = 0
         while found < len(blocks) and blocks[found] in cached:
             found += 1

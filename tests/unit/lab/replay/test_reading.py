@@ -4,7 +4,6 @@ import gzip
 import json
 import lzma
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 from kvray.errors import ConfigError
 from kvray.lab.replay import Trace, infinite, read_trace
 from kvray.lab.replay.reading import Session, TraceBuilder, lay_out, read_session
-from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, excerpt
+from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, excerpt, paths
 
 LINE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
 SESSION = {
@@ -131,10 +130,8 @@ def test_sessions_are_the_same_trace_in_a_directory_and_in_an_archive(tmp_path):
         one.with_suffix(".json.gz").write_bytes(gzip.compress(one.read_bytes()))
         one.unlink()
     trace = excerpt(SESSIONS)
-    assert (trace.block_tokens, trace.num_requests) == (
-        64,
-        65,
-    )  # 21 with those of four subagents' 44
+    # There are 21 requests of sessions, and 44 of four subagents.
+    assert (trace.block_tokens, trace.num_requests) == (64, 21 + 44)
     assert infinite(trace).hit_ratio > 0.8
     assert same(read_trace(tmp_path / "unpacked"), trace)
     assert same(read_trace(tmp_path / "again.tar.gz"), trace)
@@ -188,20 +185,16 @@ def test_requests_of_subagents_are_made_at_their_times():
     assert lay_out([found], name="x").times.tolist() == [0.0, 1.5, 8.0, 11.5]
 
 
-GLOBAL = {"hash_id_scope": "global"}
+def test_sessions_share_blocks_if_ids_hold_for_all_and_model_and_size_are_one():
+    def ids(scope: str, model: str) -> list[int]:
+        one = session("a", 0, hash_id_scope=scope)
+        other = session("b", 5, hash_id_scope=scope, model=model)
+        return list(lay_out([one, other], name="x").ids)
 
-
-@pytest.mark.parametrize(
-    ("first", "second", "ids"),
-    [
-        ({}, {}, [0, 1, 2, 3]),
-        (GLOBAL, GLOBAL, [0, 1, 0, 1]),
-        (GLOBAL, GLOBAL | {"model": "b"}, [0, 1, 2, 3]),
-    ],
-)
-def test_sessions_share_blocks_if_ids_hold_for_all_and_the_model_is_one(first, second, ids):
-    both = [session("a", 0, **first), session("b", 5, **second)]
-    assert lay_out(both, name="x").ids.tolist() == ids
+    assert ids("global", model="a") == [0, 1, 0, 1]
+    assert ids("global", model="b") == ids("local", model="a") == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="b has blocks of 16 tokens and a of 64; replay them"):
+        lay_out([session("a", 0), session("b", 0, size=16)], name="x")
 
 
 def test_a_session_starts_when_another_one_has_ended():
@@ -222,35 +215,21 @@ def test_the_seed_alone_decides_the_order_of_sessions():
     assert lengths(1) != lengths(2)
 
 
-def test_sessions_with_blocks_of_different_sizes_are_refused():
-    with pytest.raises(ConfigError, match="b has blocks of 16 tokens and a of 64; replay them"):
-        lay_out([session("a", 0), session("b", 0, size=16)], name="x")
-
-
-def build(*paths: Sequence[int], spaces: Sequence[str] | None = None) -> Trace:
-    builder = TraceBuilder(name="made", block_tokens=4)
-    for at, ids in enumerate(paths):
-        space = spaces[at] if spaces else None
-        builder.add(time_s=at, num_tokens=4 * len(ids), ids=ids, space=space)
-    return builder.build()
-
-
-def paths(trace: Trace) -> list[list[int]]:
-    return [part.tolist() for part in np.split(trace.ids, trace.starts[1:-1])]
-
-
 @pytest.mark.parametrize(
     ("given", "spaces", "numbered"),
     [
-        ([[90, -7], [90, 2**62], [5]], None, [[0, 1], [0, 2], [3]]),
-        ([[1, 2], [1, 3], [1, 2]], ["a", "b", "a"], [[0, 1], [2, 3], [0, 1]]),
-        ([[1, 2], [3, 2], [1, 2, 1], [2]], None, [[0, 1], [2, 3], [0, 1, 4], [5]]),
-        ([[8, 8, 8], [8, 8]], None, [[0, 1, 2], [0, 1]]),
+        ([[90, -7], [90, 2**62], [5]], "aaa", [[0, 1], [0, 2], [3]]),
+        ([[1, 2], [1, 3], [1, 2]], "aba", [[0, 1], [2, 3], [0, 1]]),
+        ([[1, 2], [3, 2], [1, 2, 1], [2]], "aaaa", [[0, 1], [2, 3], [0, 1, 4], [5]]),
+        ([[8, 8, 8], [8, 8]], "aa", [[0, 1, 2], [0, 1]]),
     ],
     ids=["in order of first use", "apart by space", "apart by prefix", "twice in a prompt"],
 )
 def test_ids_are_numbered(given, spaces, numbered):
-    assert paths(build(*given, spaces=spaces)) == numbered
+    builder = TraceBuilder(name="made", block_tokens=4)
+    for at, ids in enumerate(given):
+        builder.add(time_s=at, num_tokens=4 * len(ids), ids=ids, space=spaces[at])
+    assert paths(builder.build()) == numbered
 
 
 def test_requests_are_put_in_the_order_of_time_from_0_on_and_hit_tokens_end_with_the_prompt():

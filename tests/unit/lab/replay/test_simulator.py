@@ -23,6 +23,7 @@ from tests.unit.lab.replay.excerpts import (
     excerpt,
     lru_hits,
     made,
+    paths,
     random_trace,
 )
 
@@ -78,28 +79,24 @@ def test_gain_is_0_for_lru_and_1_for_belady_and_none_where_that_finds_no_more_th
 
 def belady_by_block(trace: Trace, num_blocks: int) -> int:
     """Belady as it is told: of the blocks without a child the farthest used goes, one by one."""
-    paths = [
-        trace.ids[start:end].tolist()
-        for start, end in zip(trace.starts[:-1], trace.starts[1:], strict=True)
-    ]
-    parents = trace.parents.tolist()
+    requests, parents = paths(trace), trace.parents.tolist()
     cached: set[int] = set()
     hits = 0
-    for now, path in enumerate(paths):
+    for now, path in enumerate(requests):
         hits += sum(block in cached for block in path)
         cached.update(path)
         while len(cached) > num_blocks:
             leaves = cached - {parents[block] for block in cached}
-            cached.remove(max(leaves, key=lambda leaf: next_use(paths, now, leaf)))
+            cached.remove(max(leaves, key=lambda leaf: next_use(requests, now, leaf)))
     return hits
 
 
-def next_use(paths: list[list[int]], now: int, block: int) -> tuple[int, int, int]:
+def next_use(requests: list[list[int]], now: int, block: int) -> tuple[int, int, int]:
     """Return when a block is used next and how deep it is; the block, so that there is no tie."""
-    for later in range(now + 1, len(paths)):
-        if block in paths[later]:
-            return later, paths[later].index(block), block
-    return len(paths), block, block
+    for later in range(now + 1, len(requests)):
+        if block in requests[later]:
+            return later, requests[later].index(block), block
+    return len(requests), block, block
 
 
 @pytest.mark.parametrize("seed", range(20))
