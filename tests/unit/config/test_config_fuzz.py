@@ -56,24 +56,17 @@ def test_a_file_with_any_values_is_read_or_refused(tmp_path, tree):
         assert config_on_node(config, {}) == config
 
 
-WHOLE: dict[str, Any] = {
-    "cluster_name": "prod",
-    "arena": {
-        "dir": "/dev/shm",
-        "capacity": "64GiB",
-        "slab": "64MiB",
-        "numa": "local",
-        "namespace_quota": "48GiB",
-        "quotas": {"ab": "1GiB"},
-        "lock_wait_s": 0.002,
-    },
-    "nvme": {"dir": "/nvme", "capacity": "1TiB", "flush_s": 60},
-    "shard": {"label": "pool=gpu", "heartbeat_s": 0.5},
-    "staging": {"transports": ["nixl", "object_ref"], "deadline_s": 5},
-    "connector": {"replica": "r", "stage_wait_s": 0.05, "model_key": "m"},
-    "nodes": [{"label": "disk=big", "nvme": {"capacity": "2TiB"}}],
-    "ray": {"address": "auto"},
-}
+WHOLE: dict[str, Any] = yaml.safe_load("""
+cluster_name: prod
+arena: {dir: /dev/shm, capacity: 64GiB, slab: 64MiB, numa: local, lock_wait_s: 0.002,
+  namespace_quota: 48GiB, quotas: {ab: 1GiB}}
+nvme: {dir: /nvme, capacity: 1TiB, flush_s: 60}
+shard: {label: pool=gpu, heartbeat_s: 0.5}
+staging: {transports: [nixl, object_ref], deadline_s: 5}
+connector: {replica: r, stage_wait_s: 0.05, model_key: m}
+nodes: [{label: disk=big, nvme: {capacity: 2TiB}}]
+ray: {address: auto}
+""")
 LIKELY = VALUES | st.sampled_from([0, 1, 0.5, -1, "1GiB", "1B", "/dev/shm", "", "a=b", 1e999, []])
 
 

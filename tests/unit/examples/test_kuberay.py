@@ -25,37 +25,31 @@ from tests import helm
 from tests.waiting import HANG_S, wait_for
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "kuberay"
-IMAGE = "registry.example.com/trtllm-ray:1"
-GIVEN = {
-    "images": {"tier": IMAGE, "engine": IMAGE, "pullPolicy": ""},
-    "auth": {"secret": "kvray-auth"},
-}
-CHART = {
-    "raycluster.yaml": {
-        "nodes": {"maxReplicas": 8, "nodeSelector": None},
-        "worker": {"memory": "76Gi"},
-        "kvray": {"nvme": None},
-        **GIVEN,
-    },
-    "hostpath.yaml": {
-        "arena": {"place": "host"},
-        "disk": {"hostPath": "/mnt/nvme/kvray"},
-        "kvray": {"arena": {"capacity": "256GiB"}, "nvme": {"capacity": "1TiB"}},
-        "nodes": {"minReplicas": 0},
-        "worker": {"memory": "280Gi"},
-        "engine": {"gpus": 4},
-        **GIVEN,
-    },
-    "default": {"arena": {"place": "pod"}},
-    "host": {
-        "arena": {"place": "host"},
-        "disk": {"hostPath": "/mnt/nvme/kvray"},
-        "kvray": {"arena": {"capacity": "256GiB"}, "nvme": {"flush_s": 300}},
-        "worker": {"rdmaResource": "rdma/hca_shared_devices_a"},
-        "images": {"pullSecrets": ["registry"]},
-        "engine": {"gpus": 4, "args": ["--max_batch_size", "64"]},
-    },
-}
+CHART: dict[str, Any] = yaml.safe_load("""
+raycluster.yaml:
+  nodes: {maxReplicas: 8, nodeSelector: null}
+  worker: {memory: 76Gi}
+  kvray: {nvme: null}
+  images: &images {tier: &image "registry.example.com/trtllm-ray:1", engine: *image, pullPolicy: ""}
+  auth: &auth {secret: kvray-auth}
+hostpath.yaml:
+  arena: {place: host}
+  disk: {hostPath: /mnt/nvme/kvray}
+  kvray: {arena: {capacity: 256GiB}, nvme: {capacity: 1TiB}}
+  nodes: {minReplicas: 0}
+  worker: {memory: 280Gi}
+  engine: {gpus: 4}
+  images: *images
+  auth: *auth
+default: {arena: {place: pod}}
+host:
+  arena: {place: host}
+  disk: {hostPath: /mnt/nvme/kvray}
+  kvray: {arena: {capacity: 256GiB}, nvme: {flush_s: 300}}
+  worker: {rdmaResource: rdma/hca_shared_devices_a}
+  images: {pullSecrets: [registry]}
+  engine: {gpus: 4, args: [--max_batch_size, "64"]}
+""")
 """Values of the chart; of the first two it gives the manifests in `examples/kuberay`."""
 PODS = ("raycluster.yaml", "default")
 """Those that have engine and Ray worker in one pod."""
