@@ -73,30 +73,19 @@ WRONG = {
     "a transport twice": ("staging: {transports: [nixl, nixl]}", "write [nixl]"),
     "a quota by a number": ("arena: {quotas: {1234: 1GiB}}", "in quotes"),
     "a quota above the arena": ("arena: {namespace_quota: 5GiB}", "larger than arena.capacity"),
-    "quotas of one": (
-        "arena: {quotas: {'12345678aa': 1MiB, '12345678bb': 2MiB}}",
-        "first 8 digits",
-    ),
+    "two for one": ("arena: {quotas: {'12345678aa': 1MiB, '12345678bb': 2MiB}}", "first 8 digits"),
     "slabs smaller than slots": ("arena: {slab: 32KiB}", "raise arena.slab"),
     "a slab larger than all": ("arena: {capacity: 1GiB, slab: 2GiB}", "lower arena.slab"),
     "an arena without a slot": ("arena: {capacity: 32KiB}", "raise arena.capacity"),
     "a disk without a file": ("nvme: {capacity: 1GiB}", "lower nvme.segment"),
-    "a file of odd slots": (
-        "nvme: {dir: /a, segment: 100KiB}",
-        "of arena.slot_min",
-        "write 128KiB",
-    ),
+    "an odd file": ("nvme: {dir: /a, segment: 100KiB}", "of arena.slot_min", "write 128KiB"),
     "odd slots on disk": ("arena: {slot_min: 5000}\nnvme: {dir: /mnt/a}", "write 8KiB"),
     "a mark out of reach": ("arena: {free_target: 0.3}\nnvme: {dir: /mnt/a}", "never reached"),
     "silence between heartbeats": ("shard: {heartbeat_s: 2}", "raise shard.silent_s to 6"),
     "a path too long for a socket": (f"arena: {{dir: /{'x' * 100}}}", "shorten arena.dir"),
     "a node without a label": ("nodes: [{arena: {capacity: 1GiB}}]", "nodes.0.label is missing"),
     "a node that changes nothing": ("nodes: [{label: a=b}]", "changes nothing"),
-    "what no label can say": (
-        "nodes:\n- label: a=b\n  arena: {dir: /mnt/a}",
-        "kvray.yaml:3",
-        "KVRAY_ARENA__DIR",
-    ),
+    "a node's own": ("nodes:\n- label: a=b\n  arena: {dir: /a}", "kvray.yaml:3", "_ARENA__DIR"),
     "laughter without end": (
         "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
         + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
@@ -178,11 +167,7 @@ WRONG_VARIABLES = {
     "a list of nodes": ({"KVRAY_NODES__0__LABEL": "a=b"}, "in the configuration file"),
     "all nodes at once": ({"KVRAY_NODES": "[]"}, "in the configuration file"),
     "a value for a section": ({"KVRAY_ARENA__QUOTAS": "1GiB"}, "must be a mapping"),
-    "a file that is not there": (
-        {"KVRAY_CONFIG": "nowhere.yaml"},
-        "nowhere.yaml",
-        "cannot be read",
-    ),
+    "no file": ({"KVRAY_CONFIG": "nowhere.yaml"}, "nowhere.yaml", "cannot be read"),
 }
 
 
