@@ -73,7 +73,7 @@ WRONG = {
     "a transport twice": ("staging: {transports: [nixl, nixl]}", "write [nixl]"),
     "a quota by a number": ("arena: {quotas: {1234: 1GiB}}", "in quotes"),
     "a quota above the arena": ("arena: {namespace_quota: 5GiB}", "larger than arena.capacity"),
-    "two for one": ("arena: {quotas: {'12345678aa': 1MiB, '12345678bb': 2MiB}}", "first 8 digits"),
+    "twin quotas": ("arena: {quotas: {'12345678aa': 1MiB, '12345678bb': 2MiB}}", "first 8 digits"),
     "slabs smaller than slots": ("arena: {slab: 32KiB}", "raise arena.slab"),
     "a slab larger than all": ("arena: {capacity: 1GiB, slab: 2GiB}", "lower arena.slab"),
     "an arena without a slot": ("arena: {capacity: 32KiB}", "raise arena.capacity"),
@@ -85,7 +85,7 @@ WRONG = {
     "a path too long for a socket": (f"arena: {{dir: /{'x' * 100}}}", "shorten arena.dir"),
     "a node without a label": ("nodes: [{arena: {capacity: 1GiB}}]", "nodes.0.label is missing"),
     "a node that changes nothing": ("nodes: [{label: a=b}]", "changes nothing"),
-    "a node's own": ("nodes:\n- label: a=b\n  arena: {dir: /a}", "kvray.yaml:3", "_ARENA__DIR"),
+    "a node's dir": ("nodes:\n- label: a=b\n  arena: {dir: /a}", "kvray.yaml:3", "_ARENA__DIR"),
     "laughter without end": (
         "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
         + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
