@@ -13,7 +13,7 @@ from typing import Any
 
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.checkpoint import SMOLLM2, find_smollm2
-from kvray.reference.output import Call, Listener, Output, Prompt
+from kvray.reference.output import Call, Output, Prompt
 from kvray.reference.replica_child import serve
 from kvray.vllm import CONNECTOR
 
@@ -50,16 +50,9 @@ class VllmEngine:
             traceback.print_exc()
             raise KVRayError(str(error)) from error
 
-    def submit(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int,
-        salt: str | None = None,
-        listener: Listener | None = None,
-    ) -> Call:
+    def submit(self, prompt: Prompt, *, max_tokens: int, salt: str | None = None) -> Call:
         """Begin to answer a prompt."""
-        call = Call(call_id=next(self._ids), listener=listener)
+        call = Call(call_id=next(self._ids))
         asyncio.run_coroutine_threadsafe(self._settle(call, prompt, max_tokens, salt), self._loop)
         return call
 
@@ -87,28 +80,25 @@ class VllmEngine:
     ) -> Output:
         from vllm import SamplingParams
 
-        began, first_at, num_told = time.monotonic(), 0.0, 0
+        began, first_at = time.monotonic(), 0.0
         is_text = isinstance(prompt, str)
         asked: dict[str, Any] = {"prompt": prompt} if is_text else {"prompt_token_ids": [*prompt]}
         if salt is not None:
             asked["cache_salt"] = salt
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        step: Any = None
+        last: Any = None
         async for step in self._llm.generate(asked, sampling, str(call.call_id)):
-            tokens = step.outputs[0].token_ids
             first_at = first_at or time.monotonic()
-            if call.listener is not None and len(tokens) > num_told:
-                call.listener(list(tokens[num_told:]))
-                num_told = len(tokens)
-        if step is None:
+            last = step
+        if last is None:
             raise KVRayError("vLLM ended a request without an answer.")
-        answer = step.outputs[0]
-        hit_tokens = int((step.kv_transfer_params or {}).get("kvray_hit_tokens", 0))
+        answer = last.outputs[0]
+        hit_tokens = int((last.kv_transfer_params or {}).get("kvray_hit_tokens", 0))
         return Output(
             text=answer.text,
             token_ids=tuple(answer.token_ids),
-            prompt_tokens=len(step.prompt_token_ids),
-            reused_tokens=max(0, (step.num_cached_tokens or 0) - hit_tokens),
+            prompt_tokens=len(last.prompt_token_ids),
+            reused_tokens=max(0, (last.num_cached_tokens or 0) - hit_tokens),
             hit_tokens=hit_tokens,
             ttft_s=first_at - began,
             finish_reason=answer.finish_reason or "cancelled",

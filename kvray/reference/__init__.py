@@ -5,8 +5,8 @@ imports them.
 """
 
 from kvray.reference.engine_options import KvConnectorConfig
-from kvray.reference.output import Call, Output
+from kvray.reference.output import Output
 from kvray.reference.replica import Replica
 from kvray.reference.weights import find_weights
 
-__all__ = ["Call", "KvConnectorConfig", "Output", "Replica", "find_weights"]
+__all__ = ["KvConnectorConfig", "Output", "Replica", "find_weights"]

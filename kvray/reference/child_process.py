@@ -24,6 +24,8 @@ _LENGTH = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1
 _DIAGNOSIS_S = 2.0
 _KILL_TIMEOUT_S = 5.0
+_HEARD_TIMEOUT_S = 900.0
+"""How long a parent may take to read an answer: it may first read those of others."""
 _TAIL_BYTES = 2000
 
 
@@ -245,6 +247,22 @@ def join_parent() -> Pipe:
     if os.getppid() != parent_pid:
         sys.exit(1)
     return Pipe(read_fd, write_fd)
+
+
+def serve(work: object) -> None:
+    """Answer the parent's calls with the methods of `work` until it closes its pipe.
+
+    A call is a name and keyword arguments. A KVRayError is an answer.
+    """
+    pipe = join_parent()
+    with contextlib.suppress(PipeClosed):
+        while True:
+            name, arguments = pipe.receive(timeout_s=None)
+            try:
+                done = getattr(work, name)(**arguments)
+            except KVRayError as error:
+                done = error
+            pipe.send(done, timeout_s=_HEARD_TIMEOUT_S)
 
 
 def _end_with(parent_pid: int) -> None:

@@ -8,9 +8,6 @@ from typing import Any, TypeAlias
 
 from kvray.errors import KVRayError
 
-READY_ID = 0
-"""The id under which the child of a `Replica` says that it is up, or why not."""
-
 Prompt: TypeAlias = str | Sequence[int]
 
 Listener: TypeAlias = Callable[[list[int]], None]

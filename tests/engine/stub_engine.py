@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from kvray.errors import ConfigError
-from kvray.reference.output import Call, Listener, Output
+from kvray.reference.output import Call, Output
 from kvray.reference.replica_child import serve
 
 TOKEN = 7
@@ -23,12 +23,10 @@ class StubEngine:
         self._ids = itertools.count(1)
         self._cancelled: set[int] = set()
 
-    def submit(
-        self, prompt: Any, *, max_tokens: int, salt: str | None, listener: Listener | None = None
-    ) -> Call:
+    def submit(self, prompt: Any, *, max_tokens: int, salt: str | None) -> Call:
         if max_tokens < 1:
             raise ConfigError(f"max_tokens is {max_tokens}; it must be at least 1.")
-        call = Call(call_id=next(self._ids), listener=listener)
+        call = Call(call_id=next(self._ids))
         arguments = (call, len(prompt), max_tokens)
         threading.Thread(target=self._answer, args=arguments, daemon=True).start()
         return call
@@ -43,8 +41,6 @@ class StubEngine:
         said: list[int] = []
         while len(said) < max_tokens and call.call_id not in self._cancelled:
             said.append(TOKEN)
-            if call.listener is not None:
-                call.listener([TOKEN])
             time.sleep(0.005)
         output = Output(
             text="",

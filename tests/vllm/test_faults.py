@@ -1,6 +1,7 @@
 """vLLM while parts of the tier die, freeze or lie: every answer is vLLM's own, and none hangs."""
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -44,11 +45,11 @@ def test_a_frozen_shard_holds_nobody_up(witness):
 def test_an_engine_that_is_killed_leaves_nothing_leased(witness):
     prompts = [witness.prompt(110 + index, LENGTH) for index in range(4)]
     engine = witness.engines["chunked"]
-    calls = [engine.submit(prompt, max_tokens=64) for prompt in prompts]
-    stop(engine)
-    for call in calls:
-        with pytest.raises(KVRayError):
-            call.result(10)
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(engine.generate, prompts, max_tokens=64)
+        wait_for(engine._turn.locked, "the call")
+        stop(engine)
+        assert isinstance(call.exception(10), KVRayError)
     (after,) = witness.ask("uncached", [witness.prompt(100, LENGTH, question=9)])
     assert after.finish_reason == "length"
 

@@ -20,7 +20,7 @@ from kvray.config import KVRayConfig, config_on_node, load_config
 from kvray.errors import KVRayError
 from kvray.identity.block import split_keys
 from kvray.lab.bench.report import bench_report, copy_row, cores, cpu_row
-from kvray.lab.bench.worker import call_all, serve, start
+from kvray.lab.bench.worker import call_all, start
 from kvray.lab.chaos.machine import RESOURCE, Machine
 from kvray.lab.report import Report
 from kvray.lab.runner import (
@@ -34,6 +34,7 @@ from kvray.lab.runner import (
     measure,
     reserve_all,
 )
+from kvray.reference.child_process import serve
 from kvray.store import Arena, ArenaOwner, ArenaSpec
 from kvray.transport.nixl import bindings
 from kvray.transport.object_ref import ObjectRefTransport

@@ -1,6 +1,5 @@
 """A process of the bench: does kvray's and the bare work on the same bytes, also a tier's load."""
 
-import contextlib
 import hashlib
 import mmap
 import struct
@@ -20,7 +19,7 @@ from kvray.errors import KVRayError
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.lab.runner import LOCK_WAIT_S, TOKENS_PER_BLOCK, Runner, reserve_all
-from kvray.reference.child_process import Child, PipeClosed, join_parent
+from kvray.reference.child_process import Child, serve
 from kvray.store import Arena
 from kvray.store.arena.prefault import pieces_of, populate
 from kvray.store.arena.tables import Array
@@ -187,19 +186,6 @@ def call_all(
     for worker, own in zip(workers, each, strict=False):
         worker.send((name, {**arguments, **own}), timeout_s=_TIMEOUT_S)
     return [worker.receive(timeout_s=_TIMEOUT_S) for worker in workers]
-
-
-def serve(work: object) -> None:
-    """Answer the parent's calls with the methods of `work` until it closes its pipe."""
-    pipe = join_parent()
-    with contextlib.suppress(PipeClosed):
-        while True:
-            name, arguments = pipe.receive(timeout_s=None)
-            try:
-                done = getattr(work, name)(**arguments)
-            except KVRayError as error:
-                done = error
-            pipe.send(done, timeout_s=_TIMEOUT_S)
 
 
 class _Work:
