@@ -7,7 +7,7 @@ connector and a shard of its own, without Ray. Each answer is compared token for
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -53,7 +53,6 @@ _BLOCKS_PER_STEP = 8
 _CHUNK_TOKENS = 2048
 _ANSWER_TOKENS = 4
 _WAIT_S, _STORE_S, _POLL_S = 120.0, 5.0, 0.002
-KINDS = ("copies", "prompts")
 WRONG = "wrong_answers"
 Tally = Counter[str]
 """Bytes by how they were copied, and answers unlike those of the engine without kvray."""
@@ -128,25 +127,16 @@ def run(runner: Runner, *, config: Path | None, repeat: int | None, quick: bool)
     return measure_gpu(scale, device, arena_dir=settings.arena.dir, runner=runner)
 
 
-def measure_gpu(
-    scale: GpuScale,
-    device: GpuDevice,
-    *,
-    arena_dir: Path,
-    runner: Runner,
-    kinds: Collection[str] = KINDS,
-) -> Report:
-    """Take the measurements of `kinds`. KVRayError: there is no room, or a step failed."""
+def measure_gpu(scale: GpuScale, device: GpuDevice, *, arena_dir: Path, runner: Runner) -> Report:
+    """Take all measurements. KVRayError: there is no room, or a step failed."""
     if device.is_gpu:
         scale.check_memory(int(torch.cuda.mem_get_info(device.device)[0]))
-    num_rows = {"copies": 8 * len(scale.block_sizes) + 2, "prompts": 2 * len(scale.lengths)}
-    runner.show("Starting", total=sum(num_rows[kind] for kind in kinds))
+    runner.show("Starting", total=8 * len(scale.block_sizes) + 2 + 2 * len(scale.lengths))
     directory = runner.make_directory(arena_dir)
     rows, tally = list[Row](), Tally()
-    measures = {"copies": _measure_copies, "prompts": _measure_prompts}
-    for kind in kinds:
+    for take in (_measure_copies, _measure_prompts):
         with runner.scope() as scope:
-            for row in measures[kind](scale, device, directory, scope, tally):
+            for row in take(scale, device, directory, scope, tally):
                 rows.append(row)
                 runner.show(f"Measured {row.title}")
                 runner.advance()
@@ -187,16 +177,13 @@ def _report(scale: GpuScale, device: GpuDevice, rows: list[Row], tally: Tally) -
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
-    targets = {}
+    targets, missed = {}, []
     for name, wanted in _TARGETS.items():
         if (met := figures.get(name)) is not None:
             is_met = met <= wanted if name in _AT_MOST else met >= wanted
             targets[name] = {"wanted": wanted, "found": met, "is_met": is_met}
-    missed = [
-        f"{name} is {one['found']:.3g}, wanted {one['wanted']}"
-        for name, one in targets.items()
-        if not one["is_met"]
-    ]
+            if not is_met:
+                missed.append(f"{name} is {met:.3g}, wanted {wanted}")
     copied, num_wrong = dict(tally), tally[WRONG]
     copied.pop(WRONG, None)
     how = ", ".join(
