@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -144,14 +145,14 @@ class _Bench:
         self._num_bytes = num_bytes
         self._disk = runner.make_directory(disk, "--dir")
         self._floor = self._disk / "floor"
-        self._store: NvmeStore | None = None
+        self._tier: NvmeStore
         self._block_bytes = 0
         self._keys: list[BlockKey] = []
         directory = runner.make_directory(arena_dir)
         self._arena = runner.make_arena(directory, bench_spec(num_bytes))
         self._arena.join("bench")
         self._memory = self._arena.tables.data[:num_bytes]
-        runner.stack.callback(self._drop_store)
+        self._tier_stack = runner.stack.enter_context(ExitStack())
         # The size of the pages of which most of the mapped arena is made.
         file = mapped_file(Path("/proc/self/smaps").read_text(), directory / "arena")
         is_huge = file is not None and 2 * file.huge_bytes >= file.mapped_bytes
@@ -205,20 +206,14 @@ class _Bench:
         cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
         return Duration(job[verb]["io_bytes"] / job[verb]["bw_bytes"], cpu_s)
 
-    def _drop_store(self) -> None:
-        if self._store is not None:
-            self._store.close()
-            shutil.rmtree(self._store.directory, ignore_errors=True)
-            self._store = None
-
     def _renew(self, block_bytes: int) -> None:
         """Make a store whose only file, never written to, has room for one arena of such blocks."""
-        self._drop_store()
+        self._tier_stack.close()
         self._block_bytes = block_bytes
         stride = max(block_bytes, SLOT_MIN)
         # One slot more, for the block below: it makes the store create its file before any timing.
         payload = self._num_bytes + stride
-        self._store = NvmeStore(
+        self._tier = NvmeStore(
             self._disk / "tier",
             NvmeSpec(
                 cluster_name="bench",
@@ -227,6 +222,8 @@ class _Bench:
                 slot_min=SLOT_MIN,
             ),
         )
+        self._tier_stack.callback(shutil.rmtree, self._tier.directory, ignore_errors=True)
+        self._tier_stack.callback(self._tier.close)
         self._put(1)
         self._demote(0)
         if not self._tier.stats().is_direct:
@@ -271,11 +268,6 @@ class _Bench:
         duration = timed(work)
         _check_all(valid, "retrieved")
         return duration
-
-    @property
-    def _tier(self) -> NvmeStore:
-        assert self._store is not None
-        return self._store
 
     def _put(self, num_blocks: int) -> None:
         ArenaOwner(self._arena).clear()
