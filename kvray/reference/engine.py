@@ -154,10 +154,6 @@ class ReferenceEngine:
         """Return the events of the pool since the last call, as TensorRT-LLM has them."""
         return self.cache.get_latest_events()
 
-    @property
-    def tokens_per_block(self) -> int:
-        return self.cache.tokens_per_block
-
     def cancel(self, call: Call) -> None:
         """End a request early; its result has the tokens so far and the reason `cancelled`."""
         self._intake.cancel(call.call_id)

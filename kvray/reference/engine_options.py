@@ -69,11 +69,8 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
-        chunk, size, ranks = (
-            self.pass_chunk_tokens,
-            self.tokens_per_block,
-            self.tensor_parallel_size,
-        )
+        chunk, size = self.pass_chunk_tokens, self.tokens_per_block
+        ranks = self.tensor_parallel_size
         wrong = {
             f"chunk_tokens is {chunk}; it must be a multiple of tokens_per_block ({size}).": (
                 chunk is not None and (chunk < size or chunk % size)

@@ -164,7 +164,9 @@ class Executor:
             self._cache.update_resources(done[0])
         elif sampled is None:
             self._pause()
-        self._poll_connector()
+        if self._connector is not None:
+            for request in self._connector.get_finished():
+                self._cache.unpin(request)
 
     def _begin_batch(self) -> ScheduledRequests:
         batch = schedule(
@@ -258,11 +260,6 @@ class Executor:
 
     def _awaits_saves(self) -> bool:
         return self._follows_main and self._connector is not None and self._connector.is_saving
-
-    def _poll_connector(self) -> None:
-        if self._connector is not None:
-            for request in self._connector.get_finished():
-                self._cache.unpin(request)
 
 
 def schedule(

@@ -64,10 +64,8 @@ class CheckpointTokenizer:
         if piece is None or token in self._tokenizer.all_special_ids:
             return b""
         if self._is_byte_level:
-            found = [_BYTE_OF.get(character) for character in piece]
-            return (
-                piece.encode() if None in found else bytes(one for one in found if one is not None)
-            )
+            is_shown = set(piece) <= _BYTE_OF.keys()
+            return bytes(map(_BYTE_OF.__getitem__, piece)) if is_shown else piece.encode()
         if _BYTE_TOKEN.fullmatch(piece):
             return bytes([int(piece[3:5], 16)])
         return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()

@@ -142,13 +142,10 @@ def _load(requests: Sequence[Due], answers: Sequence[Answer], num_replicas: int)
                 computed[answer.replica] += len(due.tokens) - answer.cached_tokens
     if not counts:
         return {}
-    number, found = (
-        max(num_replicas, len(counts)),
-        {"most_requests": counts, "most_computed": computed},
-    )
+    number = max(num_replicas, len(counts))
     return {
         figure: max(of_replicas.values()) * number / of_replicas.total()
-        for figure, of_replicas in found.items()
+        for figure, of_replicas in (("most_requests", counts), ("most_computed", computed))
         if of_replicas.total()
     }
 

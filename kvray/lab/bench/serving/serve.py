@@ -212,7 +212,7 @@ def _start_fleet(
     with runner.interrupts.held():
         runner.stack.callback(serve.shutdown)
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-    for name in _ROUTERS:
+    for name, router in _ROUTERS.items():
         runner.show(f"Starting {name}")
         path = directory / f"{name}.yaml"
         # `no-tier` names a tier that is not up.
@@ -223,25 +223,21 @@ def _start_fleet(
             "ray": {"address": launch.local.address},
         }
         path.write_text(yaml.safe_dump(made))
-        target = serve.RunTarget(app(_arguments(options, name, path)), name, f"/{name}")
+        arguments = {
+            "engine": "reference",
+            "model": options.model,
+            "num_replicas": options.replicas,
+            "router": router,
+            "kvray_config": str(path),
+            "engine_options": {"num_blocks": options.pool_blocks, "num_threads": 1},
+            "pool_blocks": options.pool_blocks,
+            **({"prefetch_timeout_s": 0} if name == "no-tier" else {}),  # nothing to fetch
+        }
+        target = serve.RunTarget(app(arguments), name, f"/{name}")
         serve.run_many([target], wait_for_applications_running=False)
         _wait(runner, serve.status, name, timeout_s=options.start_timeout)
     model, where = str(options.model), f"http://127.0.0.1:{port}"
     return [Endpoint(name=name, url=f"{where}/{name}", model=model) for name in _ROUTERS]
-
-
-def _arguments(options: Options, name: str, config: Path) -> dict[str, Any]:
-    nothing_to_fetch = {"prefetch_timeout_s": 0} if name == "no-tier" else {}
-    return {
-        **nothing_to_fetch,
-        "engine": "reference",
-        "model": options.model,
-        "num_replicas": options.replicas,
-        "router": _ROUTERS[name],
-        "kvray_config": str(config),
-        "engine_options": {"num_blocks": options.pool_blocks, "num_threads": 1},
-        "pool_blocks": options.pool_blocks,
-    }
 
 
 def _wait(runner: Runner, status: Callable[[], Any], name: str, *, timeout_s: float) -> None:
