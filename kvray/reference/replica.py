@@ -13,6 +13,7 @@ from kvray.reference.child_process import Child
 from kvray.reference.output import Prompt, batch_of
 
 CHILD_MODULE = "kvray.reference.replica_child"
+_START_TIMEOUT_S = 300.0
 _SEND_TIMEOUT_S = 30.0
 _CANCEL_TIMEOUT_S = 5.0
 _TURN_TIMEOUT_S = 0.5
@@ -63,7 +64,9 @@ class Replica:
             raise
 
     @classmethod
-    def start(cls, name: str, *, start_timeout_s: float = 300.0, **options: Any) -> Replica:
+    def start(
+        cls, name: str, *, start_timeout_s: float = _START_TIMEOUT_S, **options: Any
+    ) -> Replica:
         """Start an engine, and return when it is ready; KVRayError if it fails."""
         replica = cls(name, **options)
         try:
@@ -81,13 +84,10 @@ class Replica:
     def is_alive(self) -> bool:
         return self._child.process.poll() is None
 
-    def wait_ready(self, timeout_s: float = 300.0) -> None:
+    def wait_ready(self, timeout_s: float = _START_TIMEOUT_S) -> None:
         """Return when the engine is up, or raise the error that stopped it; a late one is ended."""
         with self._turn:
-            self._require_open()
-            if not self._is_ready:
-                self._child.receive(timeout_s=timeout_s)
-                self._is_ready = True
+            self._await_ready(timeout_s)
 
     def generate(
         self,
@@ -104,9 +104,8 @@ class Replica:
         """
         batch, is_single = batch_of(prompts)
         asked = {"max_tokens": max_tokens, "salt": salt, "timeout_s": timeout_s}
-        self.wait_ready()
         with self._turn:
-            self._require_open()
+            self._await_ready(_START_TIMEOUT_S)
             message = ("generate", {"prompts": batch, **asked})
             self._child.send(message, timeout_s=_SEND_TIMEOUT_S)
             outputs = self._child.receive(timeout_s=timeout_s + _CANCEL_TIMEOUT_S)
@@ -140,6 +139,9 @@ class Replica:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _require_open(self) -> None:
+    def _await_ready(self, timeout_s: float) -> None:
         if self._log.closed:
             raise KVRayError(f"{self._child.name} is closed.")
+        if not self._is_ready:
+            self._child.receive(timeout_s=timeout_s)
+            self._is_ready = True
