@@ -6,12 +6,13 @@ import os
 import pickle
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 import psutil
@@ -19,7 +20,9 @@ import psutil
 from kvray.errors import ConfigError, KVRayError
 
 MESSAGE_BYTES_MAX = 64 << 20
-_READ_BYTES = 1 << 16
+_READ_BYTES = 1 << 20
+_LEAST_S = 0.001
+"""Of a wait whose time is up: what is here already is taken."""
 _LENGTH = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1
 _DIAGNOSIS_S = 2.0
@@ -34,80 +37,67 @@ class PipeClosed(KVRayError):
 
 
 class Pipe:
-    """One end of a pair of pipes; owns both descriptors. One thread sends, one receives.
+    """One end of a pair of sockets, which it owns; one thread uses it at a time.
 
     Messages are any objects that pickle: both ends are processes of one engine, or of one test.
     """
 
-    def __init__(self, read_fd: int, write_fd: int) -> None:
-        self._read_fd = read_fd
-        self._write_fd = write_fd
-        self._buffer = bytearray()
-        self._is_closed = False
-        self._is_ended = False
-        os.set_blocking(read_fd, False)
-        os.set_blocking(write_fd, False)
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
 
     def send(self, message: object, *, timeout_s: float) -> None:
         """Write one message; PipeClosed if nobody reads it in time, ConfigError if too long."""
-        if self._is_ended:
-            raise PipeClosed("This end of the pipe is closed.")
         packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         if len(packed) > MESSAGE_BYTES_MAX:
             raise ConfigError(
                 f"A message of {len(packed)} bytes is longer than the {MESSAGE_BYTES_MAX} that a "
                 "replica takes; send fewer prompts at a time."
             )
-        data = memoryview(_LENGTH.pack(len(packed)) + packed)
-        deadline = time.monotonic() + timeout_s
-        while data:
-            _wait(self._write_fd, select.POLLOUT, deadline)
-            try:
-                data = data[os.write(self._write_fd, data) :]
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise PipeClosed("The other process has closed its pipe.") from error
+        with _closed_as_error():
+            self._end.settimeout(timeout_s)
+            self._end.sendall(_LENGTH.pack(len(packed)) + packed)
 
     def receive(self, *, timeout_s: float | None) -> Any:
         """Return the next message; None waits for it without end.
 
         PipeClosed if the other end is closed, announces too long a message, or time is up.
         """
-        if self._is_closed:
-            raise PipeClosed("This end of the pipe is closed.")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size, deadline))
         if length > MESSAGE_BYTES_MAX:
             raise PipeClosed(f"The other process sent more than {MESSAGE_BYTES_MAX} bytes.")
         return pickle.loads(self._take(length, deadline))  # noqa: S301 (from our own process)
 
-    def _take(self, size: int, deadline: float | None) -> bytes:
-        while len(self._buffer) < size:
-            _wait(self._read_fd, select.POLLIN, deadline)
-            try:
-                chunk = os.read(self._read_fd, max(_READ_BYTES, size - len(self._buffer)))
-            except BlockingIOError:
-                continue
-            if not chunk:
-                raise PipeClosed("The other process has closed its pipe.")
-            self._buffer += chunk
-        taken = bytes(self._buffer[:size])
-        del self._buffer[:size]
+    def _take(self, size: int, deadline: float | None) -> bytearray:
+        taken = bytearray()
+        with _closed_as_error():
+            while len(taken) < size:
+                left = None if deadline is None else max(deadline - time.monotonic(), _LEAST_S)
+                self._end.settimeout(left)
+                chunk = self._end.recv(min(size - len(taken), _READ_BYTES))
+                if not chunk:
+                    raise ConnectionResetError
+                taken += chunk
         return taken
 
     def end(self) -> None:
         """Send nothing more, and go on receiving. Twice is fine."""
-        if not self._is_ended:
-            self._is_ended = True
-            os.close(self._write_fd)
+        with contextlib.suppress(OSError):  # the other end is gone
+            self._end.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close both descriptors. Twice is fine."""
-        self.end()
-        if not self._is_closed:
-            self._is_closed = True
-            os.close(self._read_fd)
+        """Close the socket. Twice is fine."""
+        self._end.close()
+
+
+@contextlib.contextmanager
+def _closed_as_error() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise PipeClosed("The other process did not answer in time.") from None
+    except OSError as error:
+        raise PipeClosed("The other process has closed its pipe.") from error
 
 
 class Child:
@@ -131,29 +121,25 @@ class Child:
         `output` receives its stdout and stderr, and errors quote the end of a file; the caller
         closes it. `env` are variables besides those of this process. `advice` ends each error.
         """
-        from_child, child_write = os.pipe()
-        child_read, to_child = os.pipe()
+        near, far = socket.socketpair()
         # The kernel ties a death signal to the thread that starts the child; only main lives on.
         use_signal = threading.current_thread() is threading.main_thread()
-        arguments = (child_read, child_write, os.getpid(), int(use_signal))
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *map(str, arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(child_read, child_write),
-                env={**os.environ, **(env or {})},
-            )
-        except BaseException:
-            os.close(from_child)
-            os.close(to_child)
-            raise
-        finally:
-            os.close(child_read)
-            os.close(child_write)
+        arguments = (far.fileno(), os.getpid(), int(use_signal))
+        with far:
+            try:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", module, *map(str, arguments)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(far.fileno(),),
+                    env={**os.environ, **(env or {})},
+                )
+            except BaseException:
+                near.close()
+                raise
         self.name = name
-        self.pipe = Pipe(from_child, to_child)
+        self.pipe = Pipe(near)
         self._output = output
         self._advice = advice
 
@@ -237,7 +223,7 @@ def join_parent() -> Pipe:
     A parent that spawned it from a thread cannot use the death signal; a thread here waits for its
     end in place of the kernel.
     """
-    read_fd, write_fd, parent_pid, use_signal = map(int, sys.argv[1:5])
+    end, parent_pid, use_signal = map(int, sys.argv[1:4])
     # Ctrl-C reaches the whole foreground group; the parent decides what becomes of the child.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if use_signal:
@@ -246,7 +232,7 @@ def join_parent() -> Pipe:
         threading.Thread(target=_end_with, args=(parent_pid,), daemon=True).start()
     if os.getppid() != parent_pid:
         sys.exit(1)
-    return Pipe(read_fd, write_fd)
+    return Pipe(socket.socket(fileno=end))
 
 
 def serve(work: object) -> None:
@@ -267,12 +253,5 @@ def serve(work: object) -> None:
 
 def _end_with(parent_pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # it has ended already
-        _wait(os.pidfd_open(parent_pid), select.POLLIN, None)
+        select.select([os.pidfd_open(parent_pid)], [], [])
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _wait(fd: int, event: int, deadline: float | None) -> None:
-    poll = select.poll()
-    poll.register(fd, event)
-    if not poll.poll(None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000):
-        raise PipeClosed("The other process did not answer in time.")

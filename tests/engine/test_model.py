@@ -2,7 +2,7 @@
 
 import functools
 import operator
-import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -174,8 +174,7 @@ def make_ranks(size: int, *, timeout_s: float = TIMEOUT_S) -> list[Any]:
     """Return the leader and the followers of an engine, whose processes are threads here."""
     others, followers = [], []
     for rank in range(1, size):
-        (at_leader, to_follower), (at_follower, to_leader) = os.pipe(), os.pipe()
-        near, far = Pipe(at_leader, to_leader), Pipe(at_follower, to_follower)
+        near, far = map(Pipe, socket.socketpair())
         others.append(Running(rank, near))
         followers.append(Ranks(rank, size, leader=far, timeout_s=timeout_s))
     return [Ranks(size=size, children=others, timeout_s=timeout_s), *followers]

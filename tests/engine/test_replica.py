@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -106,9 +107,7 @@ threading.Thread(target=start).start() if {is_thread} else start()
 
 
 def test_pipe_bounds_time_and_length(monkeypatch):
-    near_read, far_write = os.pipe()
-    far_read, near_write = os.pipe()
-    near, far = Pipe(near_read, near_write), Pipe(far_read, far_write)
+    near, far = map(Pipe, socket.socketpair())
     near.send({"text": "x" * 1000}, timeout_s=1)
     assert far.receive(timeout_s=1) == {"text": "x" * 1000}
     with pytest.raises(PipeClosed, match="in time"):
@@ -116,7 +115,7 @@ def test_pipe_bounds_time_and_length(monkeypatch):
     monkeypatch.setattr("kvray.reference.child_process.MESSAGE_BYTES_MAX", 100)
     with pytest.raises(ConfigError, match="longer"):
         near.send({"text": "x" * 1000}, timeout_s=1)
-    os.write(near_write, (200).to_bytes(8, "little"))
+    near._end.sendall((200).to_bytes(8, "little"))
     with pytest.raises(PipeClosed, match="more than 100"):
         far.receive(timeout_s=1)
     near.close()
