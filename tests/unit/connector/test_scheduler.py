@@ -100,3 +100,13 @@ def test_halves_that_got_copies_of_the_arguments_find_each_other(make_pair):
     pair.scheduler = type(pair.scheduler)(args_for())
     pair.store(PROMPT)
     assert pair.serve(Request(2, PROMPT)) == HIT
+
+
+def test_a_later_request_of_an_id_that_nobody_asked_about_is_not_taken_for_the_first(pair):
+    first, other = Request(1, PROMPT[:6]), list(range(50, 90))
+    pair.query(first)
+    pair.plan(first)
+    pair.scheduler.update_state_after_alloc(Request(1, other), list(range(5, 15)))
+    report = RequestData(1, other[6:], list(range(7, 15)), 0, len(other))
+    output = SchedulerOutput(cached_requests=[report])
+    assert pair.scheduler.build_connector_meta(output).saves == ()
