@@ -266,7 +266,7 @@ def test_all_checks_every_arena_of_this_user_and_names_those_that_cannot_be(veri
     (parent / "kvray-d" / "arena").write_bytes(b"no arena")
     done = verify("--all")
     assert done.returncode == 2
-    assert re.findall("kvray-[a-z]", done.stdout) == ["kvray-a", "kvray-b"]
+    assert re.findall(r"kvray-\w\b", done.stdout) == ["kvray-a", "kvray-b"]
     assert "kvray-d/arena is too short to be an arena" in done.stderr
     assert done.stderr.count("\n") == 1, "one sentence"
 
