@@ -2,15 +2,18 @@
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 from typer.testing import CliRunner
 
+from kvray.actors.owner.claim import owner_of
 from kvray.actors.ray_glue.calls import call, list_actors, tier_named
 from kvray.actors.shard.actor import memory_claims
 from kvray.actors.supervisor.supervisor import chosen_nodes
@@ -36,6 +39,9 @@ def test_up_status_and_down(config):
     assert shard["state"] == "serving"
     assert shard["memory"]["mapped_bytes"] > 0
     assert config.node_dir.is_dir()
+    owner = owner_of(config.node_dir)
+    assert owner is not None
+    assert os.geteuid() or nicenesses_beside_the_raylet(owner.pid) == {0}
     status = tier.status(timeout_s=TIMEOUT_S)
     assert status["cluster_name"] == config.cluster_name
     assert [one["shard"] for one in status["shards"]] == [shard["shard"]]
@@ -47,6 +53,13 @@ def test_up_status_and_down(config):
         for ask in (client.status, client.clear, lambda: client.match(chain(1))):
             with pytest.raises(ShardUnavailable, match="start the tier with `kvray up`"):
                 ask()
+
+
+def nicenesses_beside_the_raylet(pid: int) -> set[int]:
+    """Return by how much the threads of an actor's process come later than its raylet."""
+    raylet = os.getpriority(os.PRIO_PROCESS, psutil.Process(pid).ppid())
+    threads = map(int, os.listdir(f"/proc/{pid}/task"))
+    return {os.getpriority(os.PRIO_PROCESS, one) - raylet for one in threads}
 
 
 ALIVE = {"NodeID": "a", "Alive": True, "Resources": {"CPU": 1.0, "kvray_shard": 1.0}}

@@ -17,7 +17,7 @@ from kvray.actors.build_info import BuildInfo, build_info_of
 from kvray.actors.lookup.followers import Followers
 from kvray.actors.lookup.lookup import SILENT_S, Lookup
 from kvray.actors.names import lookup_name
-from kvray.actors.ray_glue.calls import ActorCalls, create_actor, log_to_stderr
+from kvray.actors.ray_glue.calls import ActorCalls, create_actor, set_up_process
 from kvray.actors.telemetry.figures import lookup_figures
 from kvray.actors.telemetry.metrics_export import MetricsExport
 
@@ -28,7 +28,7 @@ class LookupActor:
     """A partition of the tier's lookup as a named actor; a query is a method of the `Lookup`."""
 
     def __init__(self, cluster_name: str, silent_s: float = SILENT_S, partition: int = 0) -> None:
-        log_to_stderr()
+        set_up_process()
         self._partition = partition
         self._build_info = build_info_of(
             {"shard.silent_s": silent_s}, ray.get_runtime_context().get_node_id()

@@ -13,7 +13,7 @@ from kvray.actors.mover.mover import Mover
 from kvray.actors.mover.orders import FetchReport, LeaseRequest, ReadLease, SendOrder
 from kvray.actors.names import mover_name
 from kvray.actors.ray_glue.arguments import packed, unpacked
-from kvray.actors.ray_glue.calls import call, create_actor, get_actor, log_to_stderr, node_labels
+from kvray.actors.ray_glue.calls import call, create_actor, get_actor, node_labels, set_up_process
 from kvray.actors.telemetry.figures import mover_figures
 from kvray.actors.telemetry.metrics_export import MetricsThread
 from kvray.config import KVRayConfig, config_on_node
@@ -28,7 +28,7 @@ class MoverActor:
 
     def __init__(self, name: str, config: KVRayConfig) -> None:
         """Start the mover; `status` says when it serves. Runs again when Ray restarts it."""
-        log_to_stderr()
+        set_up_process()
         self._build_info = build_info_of(
             settings_of(config), ray.get_runtime_context().get_node_id()
         )

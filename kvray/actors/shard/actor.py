@@ -18,8 +18,8 @@ from kvray.actors.ray_glue.calls import (
     PeriodicPing,
     create_actor,
     kill_actor,
-    log_to_stderr,
     node_labels,
+    set_up_process,
 )
 from kvray.actors.ray_glue.private import available_resources
 from kvray.actors.shard.settings import ShardSettings
@@ -70,7 +70,7 @@ class ShardActor:
 
     def __init__(self, name: str, config: KVRayConfig) -> None:
         """Start the shard; `status` tells when it serves. Runs again when Ray restarts it."""
-        log_to_stderr()
+        set_up_process()
         self._build_info = build_info_of(
             settings_of(config), ray.get_runtime_context().get_node_id()
         )

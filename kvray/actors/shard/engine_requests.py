@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -40,6 +41,7 @@ class EngineRequests:
             "shard_epoch": serving.epoch,
             "version": __version__,
             "monotonic_s": time.monotonic(),
+            "niceness": os.getpriority(os.PRIO_PROCESS, 0),
         }
 
     def _register(

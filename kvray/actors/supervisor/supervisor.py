@@ -82,7 +82,7 @@ class SupervisorActor:
 
     def __init__(self, config: KVRayConfig) -> None:
         """Reconcile in the background until stopped. Runs again when Ray restarts it."""
-        calls.log_to_stderr()
+        calls.set_up_process()
         # The supervisor gives its settings to all that it starts, and Ray restarts it with them.
         # So other settings need another supervisor, and no second place can contradict it.
         self._config = config

@@ -418,6 +418,15 @@ def _socket(directory: Path, arena_id: str) -> Iterator[Finding]:
         yield fault("clock", says, "run engine and Ray in one time namespace")
     else:
         yield ok("clock", "the shard has the same time")
+    niceness, own = answer.get("niceness", 0), os.getpriority(os.PRIO_PROCESS, 0)
+    if niceness > own:
+        yield hint(
+            "priority",
+            f"the shard has niceness {niceness} and this process {own}: where all cores are busy,"
+            " engines that are started like this one come first",
+            "start Ray with RAY_worker_niceness=0 on this node, or with the right to do better"
+            " (CAP_SYS_NICE)",
+        )
 
 
 def _copies(arena: Arena) -> Finding:

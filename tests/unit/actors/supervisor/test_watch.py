@@ -192,7 +192,7 @@ class Tier:
             "calls.get_actor": lambda _: lookup,
             "calls.call": lambda method, *args, timeout_s: method(*args),
             "calls.ask_all": lambda asked, _, by: {name: ask(by) for name, ask in asked.items()},
-            "calls.log_to_stderr": lambda: None,
+            "calls.set_up_process": lambda: None,
             "SupervisorActor._run": lambda self: None,
         }
         for name, fake in fakes.items():

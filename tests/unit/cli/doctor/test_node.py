@@ -217,6 +217,15 @@ def test_frozen_or_dead_shard_is_a_matter_of_the_socket(shard, config, monkeypat
     only_fault(config, "socket")
 
 
+def test_a_shard_that_comes_last_on_busy_cores_is_a_hint(shard, config):
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    for thread in os.listdir(f"/proc/{shard.process.pid}/task"):
+        os.setpriority(os.PRIO_PROCESS, int(thread), own + 4)
+    (found,) = (one for one in arena_findings(config) if one.check == "priority")
+    assert (found.verdict, f"niceness {own + 4}" in found.says) == ("hint", True)
+    assert "RAY_worker_niceness=0" in found.fix
+
+
 def test_socket_and_file_of_two_arenas_are_told_apart(shard, config, parent):
     other, mixed = config_of(parent, cluster_name="other"), parent / "kvray-mixed"
     with shard_process(other.node_dir, "b"):
