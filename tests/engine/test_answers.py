@@ -29,8 +29,6 @@ PROMPTS = [
     [7],
 ]
 CHUNKED = {"enable_chunked_prefill": True, "chunk_tokens": 2 * BLOCK, "connector": KVRAY}
-
-
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"overlap": True},
@@ -45,7 +43,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_answers_are_those_of_an_engine_alone(make_joined, expected, options):
-    prompts = [*PROMPTS, DIVERGING, TRUNK]
+    prompts = [*PROMPTS, DIVERGING, TRUNK, TRUNK[:48], TRUNK[:49]]
     for is_fresh in (False, True):
         engine = make_joined(**options)
         for is_known in (False, True):
