@@ -182,7 +182,7 @@ class Worker(KvCacheConnectorWorker):
     def start_load_kv(self, stream: Any) -> None:
         state.note("start_load_kv", stream)
         assert self._pool is not None
-        metadata: Any = self._metadata
+        metadata: Any = self.get_connector_meta()
         if metadata is self._started:
             return
         self._started = metadata
@@ -198,7 +198,7 @@ class Worker(KvCacheConnectorWorker):
     def wait_for_save(self, stream: Any) -> None:
         state.note("wait_for_save")
         assert self._pool is not None
-        metadata: Any = self._metadata
+        metadata: Any = self.get_connector_meta()
         for block_id, key in metadata["saves"]:
             block = self._pool[block_id]
             assert not block.isnan().any(), "a full block has every row"
