@@ -50,7 +50,7 @@ tests: venv
 
 test-long: venv
 	$(PY) -m pytest -n $(LONG_WORKERS) --no-loadscope-reorder \
-		-m "long or hypothesis or exhaustive" --hypothesis-profile all
+		-m "long or hypothesis" --hypothesis-profile all
 
 # vLLM with what it needs has an environment of its own. torchvision and its like come with it, are of no use here, and
 # do not fit the torch that it needs.

@@ -1,4 +1,4 @@
-"""How many examples a property test tries, and how many cases one that goes through all."""
+"""How many examples a property test tries."""
 
 from hypothesis import settings
 
@@ -9,8 +9,3 @@ SOME, ALL = "some", "all"
 def examples(count: int) -> int:
     """Return `count` in `make test-long`, which tries all, and otherwise a sixth of it."""
     return count if settings.get_current_profile_name() == ALL else max(count // 6, 4)
-
-
-def places(count: int) -> range:
-    """Return the numbers below `count` in `make test-long`, and otherwise each sixth of them."""
-    return range(0, count, 1 if settings.get_current_profile_name() == ALL else 6)
