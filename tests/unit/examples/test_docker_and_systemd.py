@@ -149,8 +149,9 @@ def test_a_stop_gives_time_ends_ray_alone_and_no_limit_breaks_the_arena_or_pinne
 
 
 def test_both_units_have_the_same_user_and_environment_and_the_tier_comes_and_goes_with_its_ray():
-    for key in ("User", "Group", "Environment"):
+    for key in ("User", "Group"):
         assert RAY[key] == ITS_TIER[key]
+    assert RAY["Environment"] == [*ITS_TIER["Environment"], "RAY_worker_niceness=0"]
     for key in ("BindsTo", "After", "WantedBy"):
         assert only(ITS_TIER, key) == "kvray-ray.service"
     assert only(RAY, "Restart") == "always"

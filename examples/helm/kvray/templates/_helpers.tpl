@@ -87,6 +87,8 @@ securityContext: {{- toYaml . | nindent 2 }}
 env:
   {{- if .token }}
   {{- include "kvray.token" .root | nindent 2 }}
+  # Else shards come last where engines keep all cores busy: Ray gives its workers 15.
+  - {name: RAY_worker_niceness, value: "0"}
   {{- end }}
   {{- with .extraEnv }}
   {{- toYaml . | nindent 2 }}
