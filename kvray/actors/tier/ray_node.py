@@ -31,8 +31,12 @@ _FRAMES = re.compile(r"(?s).*\n  [^\n]*\n")
 """What Ray writes up to the end of a traceback, but for the error."""
 _OVERWHELMED = re.compile("imed out|to connect to GCS|may not have started|ode info")
 """What Ray says when its parts, or the head, took longer than that, as on a busy machine."""
-_PATIENT = {"RAY_agent_register_timeout_ms": "600000", "RAY_worker_register_timeout_seconds": "600"}
-"""Variables of a Ray that gives its own processes time to start."""
+_PATIENT = {
+    "RAY_agent_register_timeout_ms": "600000",
+    "RAY_worker_register_timeout_seconds": "600",
+    "RAY_worker_niceness": "0",
+}
+"""Variables of a Ray that gives its own processes time to start, and the tier's their turn."""
 _HAS_STARTED = "Ray runtime started"
 _PR_SET_PDEATHSIG = 1
 

@@ -1,6 +1,8 @@
 """Calls over Ray: large arguments come in pieces, and Ray's own errors are the tier's sentences."""
 
 import random
+import subprocess
+import sys
 import time
 from unittest.mock import Mock
 
@@ -80,3 +82,19 @@ def test_a_node_has_the_time_that_ray_gives_and_any_if_it_lives_on_after_that(mo
 @pytest.mark.parametrize("actor", [LookupActor, MoverActor, ShardActor, SupervisorActor])
 def test_an_actor_has_no_repr_that_would_end_rays_stand_in_for_it(actor):
     assert actor.__repr__ is object.__repr__
+
+
+@pytest.mark.root
+def test_all_threads_of_a_part_come_as_soon_as_those_of_its_raylet():
+    code = """if True:
+        import os, threading
+        from kvray.actors.ray_glue.calls import _take_priority_of
+        end, own = threading.Event(), os.nice(0)
+        os.nice(3)
+        threading.Thread(target=end.wait).start()
+        threads = [*map(int, os.listdir("/proc/self/task"))]
+        _take_priority_of(os.getppid())
+        print(len(threads) > 1, {os.getpriority(os.PRIO_PROCESS, one) - own for one in threads})
+        end.set()"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True {0}\n"
