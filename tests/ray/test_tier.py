@@ -26,7 +26,6 @@ from kvray.errors import ConfigError, ShardUnavailable
 from kvray.reference.engine import ReferenceEngine
 from kvray.store.machine.capacity import MemoryClaims
 from tests.kit.ray.cluster import CONNECTOR
-from tests.kit.ray.engine import Engine
 from tests.ray.conftest import TIMEOUT_S, config_with, shard_status
 from tests.unit.store.small_arena import chain
 from tests.waiting import wait_for
@@ -100,9 +99,6 @@ def test_what_is_in_the_object_store_is_no_claim_any_more(local):
     expected = before.object_store_bytes - 20 * MIB
     wait_for(lambda: claims_on_a_node().object_store_bytes <= expected, "Ray's own figure")
     del held
-
-
-StartEngine = Callable[[KVRayConfig], Engine]
 
 
 def test_up_twice_changes_nothing_whatever_a_clients_own_settings(steady):
