@@ -15,7 +15,7 @@ import ray
 
 from kvray.actors.build_info import BuildInfo, build_info_of
 from kvray.actors.lookup.followers import Followers
-from kvray.actors.lookup.lookup import SILENT_S, Lookup
+from kvray.actors.lookup.lookup import Lookup
 from kvray.actors.names import lookup_name
 from kvray.actors.ray_glue.calls import ActorCalls, create_actor, set_up_process
 from kvray.actors.telemetry.figures import lookup_figures
@@ -27,7 +27,7 @@ _log = logging.getLogger("kvray.lookup")
 class LookupActor:
     """A partition of the tier's lookup as a named actor; a query is a method of the `Lookup`."""
 
-    def __init__(self, cluster_name: str, silent_s: float = SILENT_S, partition: int = 0) -> None:
+    def __init__(self, cluster_name: str, silent_s: float, partition: int = 0) -> None:
         set_up_process()
         self._partition = partition
         self._build_info = build_info_of(
@@ -89,7 +89,7 @@ for _name in ("match", "locate", "replica", "shards", "targets"):
     setattr(LookupActor, _name, _query(_name))
 
 
-def create_lookup(cluster_name: str, silent_s: float = SILENT_S, partition: int = 0) -> Any:
+def create_lookup(cluster_name: str, silent_s: float, partition: int = 0) -> Any:
     """Return a partition of the tier's lookup; start it if it is not there."""
     groups = {"health": 1, "queries": 1}
     return create_actor(
