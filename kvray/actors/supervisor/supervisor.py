@@ -73,6 +73,16 @@ def chosen_nodes(nodes: list[dict[str, Any]], shard: ShardConfig) -> set[str]:
     }
 
 
+def going() -> set[str]:
+    """Return the nodes, as `node_of` names them, that Ray drains or has lost: it starts none there.
+
+    A part that ends there has ended for good, though Ray lists it until the node is gone.
+    """
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    lost = {node["NodeID"] for node in nodes if not node["Alive"]}
+    return {node_id[:12] for node_id in lost | draining_nodes().keys()}
+
+
 class SupervisorActor:
     """Polls Ray's nodes, since Ray has no event for them, and starts and ends parts.
 

@@ -34,7 +34,7 @@ from kvray.actors.names import (
     shard_name,
 )
 from kvray.actors.ray_glue import calls
-from kvray.actors.supervisor.supervisor import START_S, chosen_nodes, create_supervisor
+from kvray.actors.supervisor.supervisor import START_S, chosen_nodes, create_supervisor, going
 from kvray.actors.tier.changes import Plan, Step, plan
 from kvray.config import KVRayConfig, values_on_nodes
 from kvray.errors import KVRayError, ShardUnavailable
@@ -100,7 +100,8 @@ SILENT = Observer()
 
 def look(config: KVRayConfig, rollout: Rollout, *, timeout_s: float, observer: Observer) -> Plan:
     """Ask every part for its build info, and plan; ShardUnavailable: a part did not answer."""
-    names = calls.list_actors()
+    gone = going()
+    names = [name for name in calls.list_actors() if node_of(name) not in gone]
     hearing = partial(observer.report, [])
     running = _checked(calls.ask(names, "build_info", timeout_s, meanwhile=hearing))
     homes = {build["node_id"] for build in running.values()}
@@ -114,7 +115,7 @@ def look(config: KVRayConfig, rollout: Rollout, *, timeout_s: float, observer: O
         installed=installed,
         restart=rollout.restart,
     )
-    meant = chosen_nodes(nodes, config.shard)
+    meant = {node for node in chosen_nodes(nodes, config.shard) if node[:12] not in gone}
     alive = {node["NodeID"] for node in nodes if node["Alive"]}
     return dataclasses.replace(
         planned,
@@ -152,6 +153,9 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
         restarts.pop(mover, None)
     homes = list(dict.fromkeys(node_of(name) for name in restarts))
     for name, step in restarts.items():
+        if node_of(name) in going():
+            observer.told(f"{name} stays as it is: its node goes.")
+            continue
         kept = ""
         if name.startswith(SHARD_PREFIX):
             flush = bool(step.costs)
@@ -187,8 +191,8 @@ def _await(name: str, still_s: float, observer: Observer) -> dict[str, Any]:
         try:
             status = calls.call(calls.get_actor(name).status, timeout_s=_ASK_S)
         except ShardUnavailable:
-            if SUPERVISOR_NAME not in calls.list_actors(SUPERVISOR_NAME):
-                raise  # the tier was ended meanwhile: nobody restarts the part
+            if not calls.list_actors(SUPERVISOR_NAME) or node_of(name) in going():
+                raise  # the tier was ended meanwhile, or the node goes: nobody restarts the part
         if status["state"] == "failed":
             wire.raise_for({"ok": False, **status})
         if patience.is_over((status["state"], status.get("done"))):

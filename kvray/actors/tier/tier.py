@@ -31,7 +31,7 @@ from kvray.actors.names import (
 from kvray.actors.owner.admin import ask_to_be_admitted, proof_of
 from kvray.actors.owner.ownership import sweep
 from kvray.actors.ray_glue import calls
-from kvray.actors.supervisor.supervisor import START_S, chosen_nodes, create_supervisor
+from kvray.actors.supervisor.supervisor import START_S, chosen_nodes, create_supervisor, going
 from kvray.actors.tier.changes import check_costs
 from kvray.actors.tier.rollout import SILENT, Observer, Patience, Rollout, carry_out, look
 from kvray.actors.tier.sizing import combined
@@ -105,7 +105,9 @@ def up(
         for shard in shards:
             if shard["state"] == "failed":
                 wire.raise_for({"ok": False, **shard})
-        is_ready = shards and all(shard["state"] == "serving" for shard in shards)
+        is_ready = shards and all(
+            one["state"] == "serving" or node_of(one["shard"]) in going() for one in shards
+        )
         if found is not None and (is_ready or not wait):
             return shards
         seen = [(one["shard"], one["state"], one.get("done")) for one in shards]

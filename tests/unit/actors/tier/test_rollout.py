@@ -4,14 +4,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray._private.state import state
 
 from kvray.actors.build_info import BuildInfo, settings_of
 from kvray.actors.names import LOOKUP_NAME, MOVER_PREFIX, SHARD_PREFIX, SUPERVISOR_NAME
 from kvray.actors.ray_glue import calls
 from kvray.actors.tier import rollout
 from kvray.actors.tier import tier as tier_module
-from kvray.actors.tier.changes import EFFECTS, Effect, Plan, effect_of, plan
-from kvray.actors.tier.rollout import Patience
+from kvray.actors.tier.changes import EFFECTS, Effect, Plan, Step, effect_of, plan
+from kvray.actors.tier.rollout import SILENT, Patience, Rollout, carry_out, look
 from kvray.config import KVRayConfig, load_config
 from kvray.errors import ConfigError, ShardUnavailable
 
@@ -187,3 +188,25 @@ def test_a_part_that_the_supervisor_restarts_at_once_has_ended(monkeypatch):
     assert not calls.await_end(SHARD, "new", 0.0), "it is still there"
     monkeypatch.setattr(calls, "list_actors", list)
     assert calls.await_end(SHARD, "new", 0.0)
+
+
+def test_a_node_that_goes_is_asked_nothing_and_its_parts_stay_as_they_are(monkeypatch):
+    stays, goes = "a" * 56, "b" * 56
+    parts = {f"{SHARD_PREFIX}{one[:12]}": made(node_id=one) for one in (stays, goes)}
+    node = {"Alive": True, "Resources": {}}
+    monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": one, **node} for one in (stays, goes)])
+    monkeypatch.setattr(state, "get_draining_nodes", lambda: {goes: 0})
+    monkeypatch.setattr(calls, "list_actors", lambda *_: [*parts])
+    monkeypatch.setattr(calls, "ask", lambda names, *_, **__: {one: parts[one] for one in names})
+    monkeypatch.setattr(calls, "on_node", lambda node, _: INSTALLED["node"])
+    monkeypatch.setattr(calls, "ask_all", lambda methods, *_, **__: methods)
+    config = load_config(environ={}, overrides={"arena.free_target": 0.2})
+    planned = look(config, Rollout(), timeout_s=1.0, observer=SILENT)
+    assert (names(planned), planned.starts, planned.ends) == ([f"{SHARD_PREFIX}{'a' * 12}"], (), ())
+
+    ended: list[str] = []
+    monkeypatch.setattr(rollout, "_end", lambda name, *_, **__: ended.append(name))
+    monkeypatch.setattr(rollout, "create_supervisor", lambda _: None)
+    late = Plan(steps=(Step(name=f"{SHARD_PREFIX}{'b' * 12}", reasons=("asked for",)),))
+    carry_out(late, config, timeout_s=1.0, observer=SILENT)
+    assert not ended, "it goes since the plan was made"

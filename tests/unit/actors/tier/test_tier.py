@@ -58,6 +58,13 @@ def test_a_supervisor_that_has_ended_for_good_ends_the_wait_with_its_reason(clus
         cluster.up()
 
 
+def test_a_shard_that_died_where_ray_starts_none_is_not_waited_for(cluster, monkeypatch):
+    cluster.has_supervisor = True
+    monkeypatch.setattr(tier, "going", lambda: {"a" * 12})
+    (shard,) = cluster.up()
+    assert shard["state"] == "unreachable"
+
+
 def test_a_tier_that_is_ended_while_its_parts_restart_is_not_started_again(cluster, monkeypatch):
     made: list[str] = []
     monkeypatch.setattr(tier.calls, "list_actors", lambda prefix="": [] if prefix else [SHARD])
