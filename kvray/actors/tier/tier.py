@@ -87,6 +87,9 @@ def up(
     if is_running:
         planned = look(config, rollout, timeout_s=timeout_s, observer=observer)
         check_costs(planned, recreate=rollout.recreate)
+        nodes = ray.nodes() if planned.ends else []  # type: ignore[no-untyped-call]
+        if wait and planned.ends and not chosen_nodes(nodes, config.shard):
+            raise _not_ready(config, [], None)  # before it ends all shards
         if planned.steps or planned.ends:
             ask_to_be_admitted(config, timeout_s=timeout_s)
         supervisor = carry_out(planned, config, timeout_s=timeout_s, observer=observer)
@@ -349,8 +352,8 @@ def _not_ready(
     given = " and ".join(f"{what} {name!r}" for what, name in named.items() if name is not None)
     if shards == [] and given:
         return ConfigError(
-            f"No node of the Ray cluster has the {given}; start nodes with it, or unset"
-            " shard.resource and shard.label."
+            f"No node of the Ray cluster has the {given}; start nodes with it, unset shard.resource"
+            " and shard.label, or, if kvray left those that nobody uses, add --no-wait."
         )
     if shards is None:
         why = calls.ask_all({"": supervisor.ping}, _REPORT_TIMEOUT_S)[""] or ""

@@ -8,7 +8,7 @@ import pytest
 from kvray.actors.names import SUPERVISOR_NAME, shard_name
 from kvray.actors.tier import rollout, tier
 from kvray.actors.tier.changes import Plan
-from kvray.config import KVRayConfig
+from kvray.config import KVRayConfig, load_config
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 
 SHARD = shard_name("a" * 12)
@@ -30,8 +30,8 @@ class Cluster:
         monkeypatch.setattr(tier.calls, "ask", lambda *_: {SUPERVISOR_NAME: self.faults})
         monkeypatch.setattr(tier.calls, "ask_all", self._ask_all)
 
-    def up(self) -> Any:
-        return tier.up(KVRayConfig(), timeout_s=30.0)
+    def up(self, config: KVRayConfig | None = None) -> Any:
+        return tier.up(config or KVRayConfig(), timeout_s=30.0)
 
     def _ask_shards(self, method: str, timeout_s: float) -> dict[str, KVRayError]:
         if not self.has_supervisor:
@@ -63,6 +63,16 @@ def test_a_shard_that_died_where_ray_starts_none_is_not_waited_for(cluster, monk
     monkeypatch.setattr(tier, "going", lambda: {"a" * 12})
     (shard,) = cluster.up()
     assert shard["state"] == "unreachable"
+
+
+def test_a_label_that_no_node_has_ends_no_shard(cluster, monkeypatch):
+    monkeypatch.setattr(tier.calls, "list_actors", lambda *_: [SHARD])
+    monkeypatch.setattr(tier, "look", lambda *_, **__: Plan(ends=("a" * 56,)))
+    monkeypatch.setattr(tier, "ask_to_be_admitted", lambda *_, **__: None)
+    monkeypatch.setattr("ray.nodes", list)
+    monkeypatch.setattr(tier, "carry_out", lambda *_, **__: pytest.fail("it has ended the shard"))
+    with pytest.raises(ConfigError, match="has the label 'pool=bgi'"):
+        cluster.up(load_config(environ={}, overrides={"shard.label": "pool=bgi"}))
 
 
 def test_a_tier_that_is_ended_while_its_parts_restart_is_not_started_again(cluster, monkeypatch):
