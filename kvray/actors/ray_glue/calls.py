@@ -322,7 +322,8 @@ def _take_priority_of(raylet: int) -> None:
 
 def in_short(error: BaseException) -> str:
     """Return the line of an error that says most: the first, or the last one of a traceback."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    lines = [one for one in str(error).strip().splitlines() if not one.startswith("\t")]
+    lines = lines or [type(error).__name__]
     is_last = lines[0].endswith("(most recent call last):")
     return lines[-1 if is_last or isinstance(error, RayTaskError | ActorDiedError) else 0]
 

@@ -8,7 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 from ray._private.state import state
-from ray.exceptions import ActorUnavailableError, GetTimeoutError
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
 from kvray.actors.lookup.actor import LookupActor
 from kvray.actors.mover.actor import MoverActor
@@ -69,6 +70,12 @@ def test_an_actor_that_is_gone_is_a_sentence_with_a_remedy():
     with pytest.raises(ShardUnavailable, match=r"last error: refused.*; .* run `kvray down`, then"):
         with calls.mapped_errors():
             raise gone
+
+
+@pytest.mark.parametrize(("why", "says"), [("", "The actor died unexpectedly"), ("It left.",) * 2])
+def test_of_an_actor_that_died_is_said_why_if_ray_knows_it(why, says):
+    error = ActorDiedError(ActorDiedErrorContext(actor_id=bytes(16), error_message=why))
+    assert calls.in_short(error).startswith(says)
 
 
 def test_a_node_has_the_time_that_ray_gives_and_any_if_it_lives_on_after_that(monkeypatch):
