@@ -190,9 +190,12 @@ def _claimed_directory(cluster_name: str) -> Iterator[Path]:
             (directory / _STATE_FILE).unlink(missing_ok=True)
             shutil.rmtree(directory / "ray", ignore_errors=True)
             yield directory
-        except BaseException:
+        except BaseException as error:
             _end_all(directory)
             shutil.rmtree(directory, ignore_errors=True)
+            if isinstance(error, FileNotFoundError):
+                says = f"{directory} was removed while Ray started, as by `kvray down`"
+                raise ConfigError(f"{says}; run this again.") from None
             raise
 
 

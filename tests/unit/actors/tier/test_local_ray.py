@@ -210,6 +210,12 @@ def test_a_ray_that_makes_no_progress_is_given_up(name, script, monkeypatch):
     assert processes_of(name) == []
 
 
+def test_a_start_that_somebody_ends_says_so(name, script):
+    script.write_text(STARTS)
+    with pytest.raises(ConfigError, match="was removed while Ray started, as by `kvray down`"):
+        local_ray.start(name, waiting=lambda _: local_ray.stop(name))
+
+
 def test_a_cluster_that_another_process_is_starting_is_left_alone(name):
     directory = local_ray.local_dir(name)
     directory.mkdir(mode=0o700)
