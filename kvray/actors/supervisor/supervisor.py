@@ -173,7 +173,12 @@ class SupervisorActor:
 
     def faults(self) -> dict[str, str]:
         """Return the parts that cannot be started, and why; one failure may be chance."""
-        return {name: why for name, (tries, _, why) in self._starts.copy().items() if tries > 2}
+        remedy = "Mend its node, or leave it out with shard.label or shard.resource."
+        return {
+            name: f"{name} cannot be started: {why} {remedy}"
+            for name, (tries, _, why) in self._starts.copy().items()
+            if tries > 2
+        }
 
     def stop(self) -> None:
         """Start no more parts."""

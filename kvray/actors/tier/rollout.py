@@ -193,6 +193,8 @@ def _await(name: str, still_s: float, observer: Observer) -> dict[str, Any]:
         except ShardUnavailable:
             if not calls.list_actors(SUPERVISOR_NAME) or node_of(name) in going():
                 raise  # the tier was ended meanwhile, or the node goes: nobody restarts the part
+            if (why := faults(_ASK_S).get(name)) is not None:
+                raise ShardUnavailable(why) from None
         if status["state"] == "failed":
             wire.raise_for({"ok": False, **status})
         if patience.is_over((status["state"], status.get("done"))):
@@ -202,6 +204,12 @@ def _await(name: str, still_s: float, observer: Observer) -> dict[str, Any]:
             )
         time.sleep(_POLL_S)
     return status
+
+
+def faults(timeout_s: float) -> dict[str, str]:
+    """Return the parts that the supervisor cannot start, and why; none while it does not answer."""
+    answer = calls.ask([SUPERVISOR_NAME], "faults", timeout_s).get(SUPERVISOR_NAME)
+    return answer if isinstance(answer, dict) else {}
 
 
 def _checked(answers: dict[str, Any]) -> dict[str, BuildInfo]:

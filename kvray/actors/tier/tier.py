@@ -33,7 +33,15 @@ from kvray.actors.owner.ownership import sweep
 from kvray.actors.ray_glue import calls
 from kvray.actors.supervisor.supervisor import START_S, chosen_nodes, create_supervisor, going
 from kvray.actors.tier.changes import check_costs
-from kvray.actors.tier.rollout import SILENT, Observer, Patience, Rollout, carry_out, look
+from kvray.actors.tier.rollout import (
+    SILENT,
+    Observer,
+    Patience,
+    Rollout,
+    carry_out,
+    faults,
+    look,
+)
 from kvray.actors.tier.sizing import combined
 from kvray.config import WEIGHTS_VERSION_MAX, KVRayConfig, config_on_node, values_on_nodes
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
@@ -153,15 +161,11 @@ def _shard_statuses(timeout_s: float) -> list[dict[str, Any]]:
     """Return the statuses of all shards; one that cannot be started has failed."""
     found = _statuses("shard", calls.ask_shards("status", timeout_s))
     if any(one["state"] == "unreachable" for one in found):
-        answer = calls.ask([SUPERVISOR_NAME], "faults", timeout_s).get(SUPERVISOR_NAME)
-        faults = answer if isinstance(answer, dict) else {}
+        known = faults(timeout_s)
         for one in found:
-            if one["state"] == "unreachable" and (why := faults.get(one["shard"])):
+            if one["state"] == "unreachable" and one["shard"] in known:
                 one["state"], one["error"] = "failed", ShardUnavailable.__name__
-                one["message"] = (
-                    f"{one['shard']} cannot be started: {why} Mend its node, or leave it out with"
-                    " shard.label or shard.resource."
-                )
+                one["message"] = known[one["shard"]]
     return found
 
 

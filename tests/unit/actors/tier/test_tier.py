@@ -13,6 +13,7 @@ from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 
 SHARD = shard_name("a" * 12)
 WHY = "An actor of the tier is gone (ModuleNotFoundError: No module named 'kvray')."
+FAULT = f"{SHARD} cannot be started: {WHY}"
 
 
 class Cluster:
@@ -48,7 +49,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def test_a_shard_that_cannot_be_started_ends_the_wait_with_its_reason(cluster):
-    cluster.has_supervisor, cluster.faults[SHARD] = True, WHY
+    cluster.has_supervisor, cluster.faults[SHARD] = True, FAULT
     with pytest.raises(ShardUnavailable, match=f"{SHARD} cannot be started: .*No module named"):
         cluster.up()
 
@@ -87,12 +88,20 @@ def test_a_tier_that_is_ended_while_its_parts_restart_is_not_started_again(clust
     assert not made
 
 
-def test_nobody_waits_for_a_part_that_an_ended_tier_does_not_restart(cluster, monkeypatch):
+def test_nobody_waits_for_a_part_that_an_ended_tier_does_not_restart_or_that_cannot_start(
+    cluster, monkeypatch
+):
     def get_actor(name: str) -> Any:
         raise ShardUnavailable(f"There is no actor {name}.")
 
     monkeypatch.setattr(rollout.calls, "get_actor", get_actor)
     with pytest.raises(ShardUnavailable, match="no actor"):
+        rollout._await(SHARD, 60.0, rollout.SILENT)
+
+    monkeypatch.setattr(tier.calls, "list_actors", lambda prefix: [prefix])
+    monkeypatch.setattr(rollout, "going", set)
+    cluster.faults[SHARD] = FAULT
+    with pytest.raises(ShardUnavailable, match="No module named"):
         rollout._await(SHARD, 60.0, rollout.SILENT)
 
 
