@@ -136,6 +136,10 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
     if step is not None:
         _end(SUPERVISOR_NAME, observer)
     supervisor = create_supervisor(config)  # also if a run before was killed before it did
+    if planned.steps or planned.ends:  # without one nobody would start a shard again
+        alive = {SUPERVISOR_NAME: supervisor.ping}
+        hearing = partial(observer.report, [])
+        calls.all_of(calls.ask_all(alive, timeout_s + START_S, meanwhile=hearing))
     if step is not None:
         observer.told(_done("The supervisor", step))
     for name, step in lookups.items():

@@ -206,7 +206,7 @@ def test_a_node_that_goes_is_asked_nothing_and_its_parts_stay_as_they_are(monkey
 
     ended: list[str] = []
     monkeypatch.setattr(rollout, "_end", lambda name, *_, **__: ended.append(name))
-    monkeypatch.setattr(rollout, "create_supervisor", lambda _: None)
+    monkeypatch.setattr(rollout, "create_supervisor", lambda _: SimpleNamespace(ping=None))
     late = Plan(steps=(Step(name=f"{SHARD_PREFIX}{'b' * 12}", reasons=("asked for",)),))
     carry_out(late, config, timeout_s=1.0, observer=SILENT)
     assert not ended, "it goes since the plan was made"

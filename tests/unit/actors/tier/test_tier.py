@@ -7,7 +7,7 @@ import pytest
 
 from kvray.actors.names import SUPERVISOR_NAME, shard_name
 from kvray.actors.tier import rollout, tier
-from kvray.actors.tier.changes import Plan
+from kvray.actors.tier.changes import Plan, Step
 from kvray.config import KVRayConfig, load_config
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 
@@ -39,7 +39,9 @@ class Cluster:
             raise ShardUnavailable("There is no supervisor.")
         return {SHARD: ShardUnavailable("It is not there; run `kvray up`.")}
 
-    def _ask_all(self, methods: dict[str, str], timeout_s: float) -> dict[str, KVRayError]:
+    def _ask_all(
+        self, methods: dict[str, str], timeout_s: float, meanwhile: Any = None
+    ) -> dict[str, KVRayError]:
         return {name: ShardUnavailable(method) for name, method in methods.items()}
 
 
@@ -103,6 +105,17 @@ def test_nobody_waits_for_a_part_that_an_ended_tier_does_not_restart_or_that_can
     cluster.faults[SHARD] = FAULT
     with pytest.raises(ShardUnavailable, match="No module named"):
         rollout._await(SHARD, 60.0, rollout.SILENT)
+
+
+def test_no_shard_ends_for_a_supervisor_that_cannot_start(cluster, monkeypatch):
+    planned = Plan(steps=tuple(Step(name=one, reasons=("",)) for one in (SUPERVISOR_NAME, SHARD)))
+    ended: list[str] = []
+    monkeypatch.setattr(rollout, "going", set)
+    monkeypatch.setattr(rollout, "_end", lambda name, *_, **__: ended.append(name))
+    monkeypatch.setattr(rollout, "create_supervisor", lambda _: SimpleNamespace(ping=WHY))
+    with pytest.raises(ShardUnavailable, match="No module named"):
+        rollout.carry_out(planned, KVRayConfig(), timeout_s=1.0, observer=rollout.SILENT)
+    assert ended == [SUPERVISOR_NAME]
 
 
 # -- new weights ----------------------------------------------------------------------------------
