@@ -118,7 +118,7 @@ class NativePool:
 
     def _follow(self, rank: int, number: int, window: int) -> Iterator[Event]:
         """Begin again after a gap, or with a wider window than those before."""
-        is_gap = number != self._last.get(rank, number - 1) + 1
+        is_gap = number != self._last.get(rank, -1) + 1
         self._last[rank] = number
         self.num_gaps += is_gap
         if self._blocks and (is_gap or window > self._window):

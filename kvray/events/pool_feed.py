@@ -25,6 +25,9 @@ _log = logging.getLogger(__name__)
 _POLL_S, _BUSY_S = 0.05, 0.002
 _AGAIN_S = 1.0
 _EVENTS = 64  # in a batch
+IS_WHOLE = "is_whole"
+"""In a feed's metadata: False once an event is lost. The pool may then have what no event tells;
+`AllBlocksCleared` cannot say so."""
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """An engine is of this node, whatever `http_proxy` says."""
 
@@ -58,6 +61,7 @@ class PoolFeed:
             "replay_endpoint": replay,
             "block_size": block_size,
             "dp_rank": 0,
+            IS_WHOLE: True,
         }
         """What a router is told, as `kv_event_metadata` of the replica's routing statistics."""
         self._has_failed = False
@@ -80,6 +84,7 @@ class PoolFeed:
                 except Exception:  # noqa: BLE001 - a defect must not end what routers hear
                     _log.exception("KV events begin again, after a defect")
                     self._pool.clear()
+                    self.metadata[IS_WHOLE] = False
                     self._publisher.publish([AllBlocksCleared()])
                     self._is_over.wait(_AGAIN_S)
         finally:
@@ -90,6 +95,7 @@ class PoolFeed:
             self._publisher.publish(events[start : start + _EVENTS])
         if self._pool.num_gaps > self._num_gaps:
             self._num_gaps = self._pool.num_gaps
+            self.metadata[IS_WHOLE] = False
             _log.warning(
                 "The engine has lost KV events, and routers know nothing of its pool's older"
                 " blocks; raise event_buffer_max_size."

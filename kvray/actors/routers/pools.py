@@ -6,6 +6,7 @@ from typing import Any
 
 from kvray.errors import ConfigError
 from kvray.events.pool_content import TOKEN_BYTES, chain_digests
+from kvray.events.pool_feed import IS_WHOLE
 from kvray.events.subscriber import Source, Subscriber
 from kvray.identity.keys import Tokens, pack_tokens
 from kvray.routing import PoolMatch
@@ -64,7 +65,7 @@ class Pools:
         return {
             name: PoolMatch(
                 num_tokens=one.num_tokens(whole) if name in near else 0,
-                is_sure=one.is_whole and salt is None,
+                is_sure=one.is_whole and salt is None and self._told[name].get(IS_WHOLE, True),
             )
             for name, one in contents.items()
         }

@@ -281,13 +281,15 @@ def test_events_that_make_no_sense_and_a_defect_do_not_end_it(subscriber, monkey
 
     monkeypatch.setattr(NativePool, "take", fail_once)
     buffer.waiting += [7, "{", engine.event(stored([2**64], [*range(4)])), {"event_id": []}]
-    with fed(subscriber, drain):
+    with fed(subscriber, drain) as feed:
         buffer.waiting.append(engine.event(stored([1], [*range(4)])))
         wait_for(lambda: leading_of_a(subscriber, [*range(4)]) == 1, "what makes sense")
+        assert feed.metadata["is_whole"]
         buffer.waiting.append("defect")
         wait_for(lambda: leading_of_a(subscriber, [*range(4)]) == 0, "that it begins again")
         buffer.waiting.append(engine.event(stored([2], [*range(4)])))
         wait_for(lambda: leading_of_a(subscriber, [*range(4)]) == 1, "what came after")
+        assert not feed.metadata["is_whole"]
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "10.0..5"])

@@ -43,6 +43,23 @@ def test_a_prompt_is_found_where_its_engine_tells_of_it_and_a_salt_makes_a_match
         assert pools.match(PROMPT) == {}
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_pool_whose_engine_lost_events_is_not_sure(pools, is_late):
+    buffer, engine = Buffer(), Engine()
+    if is_late:
+        engine.event(stored([1], PROMPT[:4]))  # before anybody read
+    with closing(PoolFeed(buffer.drain, block_size=BLOCK, host="127.0.0.1")) as feed:
+        pools.follow({"a": {EVENTS_STAT: feed.metadata}})
+        if not is_late:
+            buffer.waiting.append(engine.event(stored([1], PROMPT[:4])))
+            wait_for(lambda: pools.match(PROMPT) == sure(4), "the first block")
+            engine.event(stored([2], [7] * 4))
+        buffer.waiting.append(engine.event(stored([3], [8] * 4)))
+        wait_for(lambda: pools.match([8] * 5)["a"].num_tokens == 4, "what came after")
+        pools.follow({"a": {EVENTS_STAT: {**feed.metadata}}})
+        assert pools.match(PROMPT) == {"a": PoolMatch(num_tokens=0, is_sure=False)}
+
+
 @pytest.mark.parametrize("told", [7, {"replay_endpoint": "tcp://127.0.0.1:1"}, ["endpoint"]])
 def test_an_address_in_another_form_is_said_once(pools, told, caplog):
     for _ in range(2):
