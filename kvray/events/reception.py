@@ -43,6 +43,8 @@ class Reception:
         self._is_due = can_replay
         self._is_replaying = False
         self._failures = 0
+        self._may_be_other = False
+        """Whether the connection was lost and no replay has shown since who is there."""
         # Of the replay under way: whether it has brought nothing yet, whether it stores everything
         # again, with any numbers, whether the publisher has restarted, and what it had sent before.
         self._is_first = True
@@ -77,6 +79,7 @@ class Reception:
         if self._is_replaying:
             self._is_other = True
             return
+        self._may_be_other = True
         self.check()
         if self._last is None or not self._can_replay:  # there is nothing to tell it by
             self._forget()
@@ -115,19 +118,26 @@ class Reception:
 
     def replay_over(self) -> None:
         """Note a replay's end, and take what came meanwhile."""
-        self._is_replaying, self._failures = False, 0
+        self._is_replaying, self._failures, self._may_be_other = False, 0, False
         if self._is_other or (self._is_first and self._next > 0):
             self._begin_again()
         if not self._is_due:
             self._take_pending()
 
     def replay_failed(self) -> None:
-        """Note that a replay broke off; it is asked for again, a few times."""
+        """Note that a replay broke off or could not begin; it is asked for again, a few times.
+
+        Then nobody knows what the content of a publisher that may be another one is worth.
+        """
+        if not (self._is_due or self._is_replaying):
+            return
         self._is_replaying, self._is_due = False, True
         if self._is_other:
             self._begin_again()
         self._failures += 1
         if self._failures >= _FAILURES_MAX:
+            if self._may_be_other:
+                self._forget()
             self.replay_begun()
             self._is_first = False
             self.replay_over()

@@ -151,7 +151,8 @@ class _Feed:
         """Follow it, and ask for what is missing; both without end."""
         ways = [self._lines.stay(self.source.endpoint, "SUB", self._hear)]
         if self.source.replay_endpoint is not None:
-            ways.append(self._lines.stay(self.source.replay_endpoint, "DEALER", self._ask))
+            address, failed = self.source.replay_endpoint, self.reception.replay_failed
+            ways.append(self._lines.stay(address, "DEALER", self._ask, failed))
         tasks = [asyncio.ensure_future(one) for one in ways]
         try:
             await asyncio.gather(*tasks)
@@ -194,7 +195,6 @@ class _Feed:
                 # What a late answer brings would be taken for the next one's: hang up.
                 self._until, self._ask_at = 0.0, time.monotonic() + self._retry_s
                 self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
-                self.reception.replay_failed()
                 raise
 
     def _take_replay(self, frames: list[bytes]) -> None:
@@ -218,8 +218,14 @@ class _Lines:
         self._turn = asyncio.Lock()
         self._owed_s = 0.0
 
-    async def stay(self, address: str, kind: str, speak: Callable[[Wire], Awaitable[None]]) -> None:
-        """Connect to `address`, again whenever the connection is lost, and `speak` over it."""
+    async def stay(
+        self,
+        address: str,
+        kind: str,
+        speak: Callable[[Wire], Awaitable[None]],
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Connect to `address`, again whenever that `failed` or is lost, and `speak` over it."""
         host, port = parse_endpoint(address)
         loop = asyncio.get_running_loop()
         look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
@@ -237,6 +243,7 @@ class _Lines:
                     await speak(wire)
             except (OSError, TransferError) as error:
                 failures += 1
+                failed()
                 if failures == _FAILURES_SAID:
                     _log.warning("Nothing is heard from the KV events at %s: %s", address, error)
             await asyncio.sleep(retry_s)

@@ -116,6 +116,22 @@ def test_who_comes_late_or_loses_a_batch_has_everything(subscriber, publisher, p
         assert subscriber.totals()["lost"] == 0
 
 
+def test_who_cannot_reach_the_port_for_replays_hears_what_happens(
+    subscriber, publisher, monkeypatch
+):
+    monkeypatch.setattr(subscriber_module, "_RECONNECT_MAX_S", 0.1)
+    closed = f"tcp://127.0.0.1:{free_port()}"
+    with closing(Wire(publisher)) as wire:
+        subscriber.follow({"a": Source(endpoint=wire.source.endpoint, replay_endpoint=closed)})
+
+        def is_heard() -> bool:
+            wire.send(publisher.store(None, [publisher.number, 1]))
+            return bool(content := subscriber.content("a")) and len(content.digests) > 1
+
+        wait_for(is_heard, "a batch")
+    wait_for(lambda: not subscriber.content("a").digests, "that an end is noticed")
+
+
 def test_a_restarted_publisher_has_only_what_it_has_now(subscriber, publisher):
     with closing(Wire(publisher)) as wire:
         subscriber.follow({"a": wire.source})
