@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -157,17 +158,19 @@ class SharedLoads:
         is_told: bool,
     ) -> Choice:
         """Return the choice for a prompt among all routers' requests, or else this one's own."""
-        if self._actor is not None:
-            asked = self._actor.choose.remote(
+        actor = self._actor
+        choice: Choice | None = None
+        if actor is not None:
+            asked = actor.choose.remote(
                 self._router, request, places, num_tokens, survey, is_told=is_told
             )
             try:
-                choice: Choice = await asyncio.wait_for(asked, _CHOOSE_S)
-            except BaseException as error:  # also of a request that is given up
-                self._tell("withdraw", request)
-                if not isinstance(error, RayError | asyncio.TimeoutError):
-                    raise
-            else:
+                with suppress(RayError, asyncio.TimeoutError):
+                    choice = await asyncio.wait_for(asked, _CHOOSE_S)
+            finally:  # also of a request that is given up, or if this router is alone by now
+                if choice is None or self._actor is not actor:
+                    actor.withdraw.remote(request)
+            if choice is not None and self._actor is actor:
                 self._elsewhere[request] = choice.replica
                 return choice
         return self.own.choose(places, num_tokens, survey, now=time.monotonic())

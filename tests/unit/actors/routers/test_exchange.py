@@ -140,6 +140,17 @@ async def test_a_request_that_is_given_up_as_the_actor_chooses_is_nobodys(actor)
     assert not actor.inside._requests
 
 
+async def test_a_choice_that_comes_once_a_router_is_alone_again_is_nobodys_there(actor):
+    (one,) = routers(actor, 1)
+    asked = asyncio.create_task(send(one, "r0"))
+    await asyncio.sleep(0)
+    assert actor.inside._requests
+    one._actor = None
+    await asked
+    one.done("r0", 1.0)
+    assert not actor.inside._requests
+
+
 def test_requests_of_a_router_that_is_gone_end_and_its_first_tokens_ten_minutes_later(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("kvray.actors.routers.exchange.time.monotonic", lambda: now[0])
