@@ -18,8 +18,9 @@ _SURVEY_OUTCOMES: tuple[SurveyOutcome, ...] = ("answered", "failed", "skipped")
 
 _BOUNDS_S = (*(2.0**bits for bits in range(-9, 9)), float("inf"))
 """Where the buckets end: 2 ms to 256 s."""
-_DECISIONS_MAX = 4096
-"""Serve does not report abandoned requests, so the oldest entries are dropped."""
+_DECISIONS_MAX, _UNSENT_S = 4096, 600.0
+"""Serve does not report abandoned requests, so the oldest entries are dropped: beyond so many, and
+those that no replica has taken for so long."""
 
 
 class Outcomes:
@@ -145,8 +146,12 @@ class Decisions:
         if choice is not None and survey is not None:
             # At once: a request that is chosen for before this one is sent must know of it.
             self._loads.routed(request, choice.cost, survey, now=now, is_told=is_told)
-        if len(self._under_way) > _DECISIONS_MAX:
-            self.over(next(iter(self._under_way)), now=now)
+        while True:
+            oldest, one = next(iter(self._under_way.items()))
+            is_abandoned = not one.replica and now > one.at + _UNSENT_S
+            if not is_abandoned and len(self._under_way) <= _DECISIONS_MAX:
+                break
+            self.over(oldest, now=now)
 
     def order(self, request: str) -> list[str] | None:
         """Return the replicas for a request, the best first; None: nothing was decided yet."""

@@ -319,3 +319,12 @@ def test_of_requests_that_never_end_the_oldest_are_forgotten(router):
         router.decisions.begin(str(number), None, None, now=0.0, is_told=False)
     assert router.decisions.order("0") is None
     assert router.decisions.order("4999") == []
+
+
+def test_requests_that_went_nowhere_do_not_slow_a_replica_down_for_ever(router):
+    for number in range(100):
+        router.begin(str(number), is_told=False)
+    router.choice(now=60.0)
+    router.decisions.begin("much later", None, None, now=3600.0, is_told=False)
+    assert not router.loads._answering
+    assert router.decisions.order("much later") == []
