@@ -161,7 +161,8 @@ class Engine:
                     self._heard_at = now
                     if is_first:
                         num_answering = self._num_open - self._num_waiting
-                        if is_stream and num_computed is not None:
+                        # The first prompt loads and compiles; who then looks slow gets no other.
+                        if is_stream and num_computed is not None and self._first_at:
                             alone_s = now - max(began, self._first_at)
                             self._speed.note(num_computed, alone_s, num_answering)
                         is_first, self._first_at = False, now

@@ -15,6 +15,7 @@ pytest.importorskip("openai")
 
 from kvray.actors.routers.pools import Pools
 from kvray.errors import KVRayError
+from kvray.routing import PREFILL_STAT, PrefillSpeed
 from kvray.serve.engine import Engine, Forwarded, Head
 from kvray.serve.settings import Settings
 from tests.waiting import wait_for
@@ -143,6 +144,18 @@ async def standing_in(
         yield heard
     finally:
         server.close()
+
+
+async def test_the_first_prompt_of_an_engine_does_not_tell_its_speed(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_first_at", 0.0)
+    monkeypatch.setattr(engine, "_speed", PrefillSpeed())
+    speeds = []
+    answer = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 4\r\n\r\ndata"
+    async with standing_in(monkeypatch, engine, answer):
+        for _ in range(2):
+            _ = [one async for one in engine.forward(asked_for(2, stream=True), 1000)]
+            speeds.append(engine.record_routing_stats()[PREFILL_STAT])
+    assert [speed > 0 for speed in speeds] == [False, True]
 
 
 ODD = {
