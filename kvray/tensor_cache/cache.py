@@ -303,7 +303,7 @@ class TensorCache:
         A call of `retrieve` is a request, and what its mask leaves out are tokens of the caller's
         own. Hits are counted by where they came from, misses by reason.
         """
-        with self._lock:
+        with self._locked():
             return dict(self._counted)
 
     # -- its life -----------------------------------------------------------------------------
@@ -314,12 +314,12 @@ class TensorCache:
         return self._closed or os.getpid() != self._pid
 
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
-        """Wait for the stores with blocking=False; False: not done within `timeout_s`."""
-        return self._stores.flush(timeout_s)
+        """Wait for the stores with blocking=False; False: not done within `timeout_s`, or ever."""
+        return os.getpid() == self._pid and self._stores.flush(timeout_s)
 
     def close(self) -> None:
         """Finish what is under way, within a deadline, and leave the tier. Twice is fine."""
-        with self._lock:
+        with self._locked():
             if self.closed:
                 return
             self._closed = True
@@ -340,7 +340,7 @@ class TensorCache:
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:
         """Keep the arena for a call; ConfigError: the cache is closed."""
-        with self._lock:
+        with self._locked():
             if self.closed:
                 raise ConfigError(
                     "This TensorCache is closed (or belongs to the parent of this forked process);"
@@ -363,6 +363,10 @@ class TensorCache:
         self._link.detach()
         _reported.discard(self._place)
         self._has_left.set()
+
+    def _locked(self) -> contextlib.AbstractContextManager[object]:
+        """Hold the lock; a forked child does not, as the thread that has it may not be there."""
+        return self._lock if os.getpid() == self._pid else contextlib.nullcontext()
 
     # -- inside -------------------------------------------------------------------------------
 

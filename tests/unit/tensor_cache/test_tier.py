@@ -1,6 +1,7 @@
 """The tier from a cache's side: away, back, full, damaged, and shared with other processes."""
 
 import logging
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
@@ -183,6 +184,17 @@ def test_a_child_that_was_forked_while_another_thread_made_a_cache_makes_its_own
             assert in_a_fork(lambda: int(not cache_module._making.acquire(blocking=False))) == 0
         finally:
             other.submit(cache_module._making.release).result()
+
+
+def test_a_child_that_was_forked_while_another_thread_counted_can_leave_the_cache(stored):
+    def leave() -> int:
+        signal.alarm(20)  # which ends the child if it hangs
+        assert not stored.flush()
+        stored.close()
+        return int(stored.counters()["stored_tokens"] < len(TOKENS))
+
+    with stored._lock:
+        assert in_a_fork(leave) == 0
 
 
 def test_a_full_arena_keeps_storing_and_of_what_does_not_fit_the_beginning(cache, shard):
