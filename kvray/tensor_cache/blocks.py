@@ -23,6 +23,9 @@ _log = logging.getLogger("kvray.tensor_cache")
 _BUSY_S = 0.25
 """How long to try for an arena that others keep locked: computing the KV again takes longer."""
 
+_LEAST_S = 0.02
+"""A call that has less left after its turn would fail, and the shard be left alone for that."""
+
 Source = Callable[[Array], tuple[Array, Array]]
 """Given ascending indexes of blocks, returns a pool of bytes and the row of each block in it."""
 
@@ -87,15 +90,18 @@ class ArenaBlocks:
         if wait_s <= 0 or not self._registration.has_peers:
             return here, (), "not_stored"
         if not self._turn.acquire(timeout=wait_s):
-            return here, (), "too_slow"
+            return self.count(keys), (), "too_slow"
         try:
             if not self._calls.can_ask:
                 return here, (), "store_down"
+            left_s = until - time.monotonic()
+            if left_s < min(_LEAST_S, wait_s / 2):
+                return self.count(keys), (), "too_slow"
             staged = self._calls.stage(
                 keys,
                 replica=self._registration.replica,
                 rank=self._registration.rank,
-                wait_s=max(0.0, until - time.monotonic()),
+                wait_s=left_s,
                 tokens_per_s=0.0,  # nobody knows how long computing them would take
             )
         finally:

@@ -3,8 +3,10 @@
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -116,6 +118,20 @@ def test_threads_that_want_blocks_from_disk_at_once_all_get_them(make_cache, on_
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(make_cache(on_disk).lookup, [TOKENS] * 16))
     assert found == [len(TOKENS)] * 16
+
+
+def test_a_call_whose_turn_comes_too_late_is_no_silence_of_the_shard(
+    make_cache, on_disk, monkeypatch
+):
+    def come(timeout: float) -> bool:
+        time.sleep(timeout)
+        return True
+
+    cache, late = make_cache(on_disk), SimpleNamespace(acquire=come, release=lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache._blocks, "_turn", late)
+        assert cache.prefetch(TOKENS, timeout_s=0.1) == 0
+    assert cache.lookup(TOKENS) == len(TOKENS)
 
 
 def test_without_a_tier_nothing_is_stored_or_found_and_it_says_so(make_cache, own_config, caplog):
