@@ -56,11 +56,18 @@ CREATE TEMP TABLE namespaces (
 CREATE TEMP TABLE changed (id INTEGER PRIMARY KEY, key INTEGER UNIQUE NOT NULL);
 """
 _OF_CHANGED = """
-SELECT b.id, b.key, b.parent, b.tokens, b.namespace, n.tokens_per_block, b.told,
+SELECT b.parent, b.tokens, b.namespace, n.tokens_per_block, b.told,
     n.parts != 0 AND b.host & n.parts = n.parts, n.parts != 0 AND b.disk & n.parts = n.parts
-FROM changed c JOIN blocks b ON b.key = c.key JOIN namespaces n ON n.id = b.namespace
-WHERE c.id <= ? AND length(b.tokens) = 4 * n.tokens_per_block ORDER BY c.id
+FROM blocks b JOIN namespaces n ON n.id = b.namespace
+WHERE b.key = ? AND length(b.tokens) = 4 * n.tokens_per_block
 """
+_WAITING_PARENT = "SELECT c.key FROM blocks b JOIN changed c ON c.key = b.parent WHERE b.key = ?"
+_CLIMB_MAX = 2048
+"""Parents that are looked for of a block that waits to be published."""
+_TELL = """
+UPDATE blocks SET told = ?1, id = iif(?2, id, (SELECT max(id) + 1 FROM blocks)) WHERE key = ?3
+"""
+"""What is published anew goes to the end, so that a snapshot has parents first, too."""
 _GONE = "FROM blocks WHERE host = 0 AND disk = 0 AND told = 0"
 
 
@@ -228,30 +235,47 @@ class DescribedBlocks:
 
         None: nothing has changed.
         """
-        changed = self._file.execute("SELECT id FROM changed ORDER BY id LIMIT ?", (step,))
-        last = max((row[0] for row in changed.fetchall()), default=None)
-        if last is None:
+        keys = self._next_changed(step)
+        if not keys:
             return None
         news: dict[int, _Events] = {}
         with self._changing():
-            told = []
-            for row in self._file.execute(_OF_CHANGED, (last,)).fetchall():
-                block, key, parent, tokens, namespace, size, was, *has = row
+            for key in keys:
+                row = self._file.execute(_OF_CHANGED, (key,)).fetchone()
+                if row is None:
+                    continue
+                parent, tokens, namespace, size, was, *has = row
                 now = sum(bit for held, (_, bit, _) in zip(has, _TIERS, strict=True) if held)
                 if now != was:
-                    told.append((now, block))
+                    self._file.execute(_TELL, (now, was, key))
                     self._num_told[namespace] += now.bit_count() - was.bit_count()
                     events = news.setdefault(namespace, _Events(size))
                     events.change(key, parent, tokens, stored=now & ~was, removed=was & ~now)
-            self._file.executemany("UPDATE blocks SET told = ? WHERE id = ?", told)
+            done = [(key,) for key in keys]
             # A key of which nobody has told more leaves nothing behind.
-            self._file.execute(
-                "DELETE FROM blocks WHERE tokens IS NULL AND host = 0 AND disk = 0"
-                " AND key IN (SELECT key FROM changed WHERE id <= ?)",
-                (last,),
+            self._file.executemany(
+                "DELETE FROM blocks WHERE key = ? AND tokens IS NULL AND host = 0 AND disk = 0",
+                done,
             )
-            self._file.execute("DELETE FROM changed WHERE id <= ?", (last,))
+            self._file.executemany("DELETE FROM changed WHERE key = ?", done)
         return {namespace: events.all() for namespace, events in news.items()}
+
+    def _next_changed(self, step: int) -> list[int]:
+        """Return the keys of changed blocks that come next, each after its parent if that waits.
+
+        Tiers tell of their blocks slot by slot, and routers take no block whose parent they lack.
+        """
+        found = self._file.execute("SELECT key FROM changed ORDER BY id LIMIT ?", (step,))
+        taken: dict[int, None] = {}
+        for row in found.fetchall():
+            chain: dict[int, None] = {}
+            while row and row[0] not in taken and row[0] not in chain and len(chain) < _CLIMB_MAX:
+                chain[row[0]] = None
+                row = self._file.execute(_WAITING_PARENT, row).fetchone()  # noqa: PLW2901
+            taken |= dict.fromkeys(reversed(chain))
+            if len(taken) >= step:
+                break
+        return [*taken][:step]
 
     def prune(self) -> bool:
         """Forget the tokens of half of the blocks that are gone, the oldest, if they are too many.

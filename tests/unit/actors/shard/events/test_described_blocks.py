@@ -20,7 +20,8 @@ from kvray.actors.shard.events.described_blocks import (
     check_chain,
 )
 from kvray.errors import ConfigError
-from kvray.events import BlockRemoved, BlockStored
+from kvray.events import Batch, BlockRemoved, BlockStored
+from kvray.events.pool_content import PoolContent
 from tests.examples import examples
 
 SIZE = 2
@@ -218,6 +219,26 @@ def test_a_full_file_takes_no_more_and_has_room_again_when_blocks_are_gone(tmp_p
         assert blocks.describe(1, SIZE, chain_of(1, 20_000, 20_001))
         assert blocks.generation > before, "what was forgotten is to be told again"
     assert (tmp_path / "a").stat().st_size < 2**18
+
+
+@pytest.mark.parametrize("step", [3, 100])
+@pytest.mark.parametrize("is_told_first", [True, False])
+def test_whatever_their_slots_parents_are_published_first(blocks, is_told_first, step):
+    acts = [
+        lambda: blocks.describe(1, SIZE, chain_of(1, 0, 40)),
+        lambda: change(blocks, *reversed(range(40)), has=True),
+    ]
+    for act in acts if is_told_first else reversed(acts):
+        assert not blocks.take_news(100)
+        act()
+    heard, again = PoolContent(blocks_max=100), PoolContent(blocks_max=100)
+    while (news := blocks.take_news(step)) is not None:
+        heard.apply(Batch(at=0.0, events=news.get(1, [])))
+    place: int | None = 0
+    while place is not None:
+        events, place = blocks.page(1, place, 7)
+        again.apply(Batch(at=0.0, events=events))
+    assert len(heard) == len(again) == 40
 
 
 def test_what_was_published_is_not_forgotten_before_its_end_is(blocks, monkeypatch):
