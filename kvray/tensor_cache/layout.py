@@ -95,9 +95,11 @@ class TensorMetadata:
                 " num_tokens, head_size] or [num_tokens, num_heads, head_size]."
             )
         dtype, model = values["dtype"], values["model"]
-        if not isinstance(dtype, torch.dtype) or dtype.itemsize > 8:
+        is_type = isinstance(dtype, torch.dtype) and dtype.itemsize <= 8
+        # Torch ends the process where a quantized tensor is viewed as integers.
+        if not is_type or str(dtype).startswith("torch.q"):
             raise ConfigError(
-                "dtype must be a torch.dtype of at most 8 bytes such as torch.bfloat16, not"
+                "dtype must be a plain torch.dtype of at most 8 bytes such as torch.bfloat16, not"
                 f" {dtype!r}."
             )
         if not isinstance(model, str) or not model:

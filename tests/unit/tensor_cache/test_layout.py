@@ -119,8 +119,9 @@ def test_a_checkpoint_goes_by_its_fingerprint_and_revision_and_not_by_its_layout
         ({"rank": -1}, "rank must be a whole number of at least 0"),
         ({"rank": 1}, "rank 1 is not below world_size 1"),
         ({"layout": "hf"}, "layout must be 'huggingface' or 'vllm', not 'hf'"),
-        ({"dtype": "float32"}, "dtype must be a torch.dtype"),
-        ({"dtype": torch.complex128}, "dtype must be a torch.dtype of at most 8 bytes"),
+        ({"dtype": "float32"}, "dtype must be a plain torch.dtype"),
+        ({"dtype": torch.qint8}, "dtype must be a plain torch.dtype"),
+        ({"dtype": torch.complex128}, "dtype must be a plain torch.dtype of at most 8 bytes"),
         ({"model": ""}, "model must be a name or the path"),
     ],
 )
