@@ -223,8 +223,9 @@ class ReplicaLoads:
     def choose(
         self, places: Sequence[Place], num_tokens: int, survey: Survey, *, now: float
     ) -> Choice:
-        """Return the choice for a prompt, with what it would cost on each of `places`."""
+        """Return the choice for a prompt, with its cost on each of `places` that is still known."""
         self._begin_due(now)
+        places = [one for one in places if one.replica in self._loads]
         answering = Counter(self._answering.values())
         measured = [one for one in places if one.prefill_tokens_per_s > 0]
         speeds = [one.prefill_tokens_per_s for one in measured]

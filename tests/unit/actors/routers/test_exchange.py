@@ -140,6 +140,15 @@ async def test_a_request_that_is_given_up_as_the_actor_chooses_is_nobodys(actor)
     assert not actor.inside._requests
 
 
+async def test_a_replica_that_ends_while_the_actor_is_asked_is_not_chosen(actor):
+    (one,) = routers(actor, 1)
+    actor.is_late = True
+    asked = asyncio.create_task(send(one, "r0"))
+    await asyncio.sleep(0)
+    one.own.retain(NAMES[1:])
+    assert {each.cost.replica for each in (await asked).ranked} == {*NAMES[1:]}
+
+
 async def test_a_choice_that_comes_once_a_router_is_alone_again_is_nobodys_there(actor):
     (one,) = routers(actor, 1)
     asked = asyncio.create_task(send(one, "r0"))
