@@ -165,6 +165,10 @@ def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
             reason = _reason(asked, run[0])
             ranges.append(_run_range(run, start * size, stop * size, "miss", reason=reason))
             missed[reason] += (stop - start) * size
+    elif note.wanted > note.end:  # a prompt that had no keys yet
+        start, stop = note.end * size, note.wanted * size
+        ranges.append(_range(start, stop, "miss", reason=note.reason, places=[]))
+        missed[note.reason] += stop - start
     if note.num_tokens > note.wanted * size:
         ranges.append(_range(note.wanted * size, note.num_tokens, "computed"))
     ours = asked.namespace

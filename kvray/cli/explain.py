@@ -267,9 +267,9 @@ def request_sentence(request: Mapping[str, Any], *, now: float) -> str:
     if own:
         parts.append(f"{own:,} were in the engine's own pool")
     if not request["missed_tokens"]:
-        why = "" if request["reason"] == "none" else f": {reason(request['reason']).means}"
-        advice = reason(request["reason"]).advice
-        return _ended(f"{'; '.join(parts)}; nothing was missed{why}", advice)
+        return _ended(
+            "; ".join((*parts, _nothing(request["reason"]))), reason(request["reason"]).advice
+        )
     known = reason(request["reason"], _cause(request))
     reasons = {one["reason"] for one in request["ranges"] if one["what"] == "miss"}
     most = ", most of them" if len(reasons) > 1 else ""
@@ -327,13 +327,18 @@ def requests_sentence(requests: Sequence[Mapping[str, Any]]) -> str:
     missed: Counter[str] = Counter()
     for one in requests:
         missed[one["reason"]] += one["missed_tokens"]
-    worst = max(missed, key=missed.__getitem__)
+    worst = max(missed, key=lambda name: (missed[name], name != "none"))
     start = f"{hit:,} of {total:,} tokens of these {len(requests)} requests were hits"
     if not missed[worst]:
-        return f"{start}; nothing was missed."
+        return _ended(f"{start}; {_nothing(worst)}", reason(worst).advice)
     cause = next((_cause(one) for one in requests if one["reason"] == worst), "")
     known = reason(worst, cause)
     return _ended(f"{start}; most misses were because {known.means}", known.advice)
+
+
+def _nothing(name: str) -> str:
+    """Return the words for requests of which nothing was missed, or nothing looked up."""
+    return f"nothing was {'missed' if name == 'none' else f'looked up: {reason(name).means}'}"
 
 
 def clock(at: float, now: float) -> str:

@@ -2,9 +2,18 @@
 
 import numpy as np
 
-from kvray.actors.explain import EVICTED, NEVER_STORED, PARTIAL, STORED, block_states, state_runs
-from kvray.actors.shard.actor_requests import Whereabouts
+from kvray.actors.explain import (
+    EVICTED,
+    NEVER_STORED,
+    PARTIAL,
+    STORED,
+    _explained,
+    block_states,
+    state_runs,
+)
+from kvray.actors.shard.actor_requests import Asked, Whereabouts
 from kvray.store.block_history import AHEAD, CLEARED, HOST, NVME
+from kvray.trace.request_note import RequestNote
 
 
 def known(
@@ -62,3 +71,13 @@ def test_blocks_that_left_at_different_moments_are_one_run():
     ]
     assert [block.at for block in runs[0][1]] == [10.0, 12.0]
     assert list(state_runs([])) == []
+
+
+def test_a_prompt_that_had_no_keys_is_missed_for_its_engine_s_reason():
+    note = RequestNote(1, 9.0, 100, 16, 0, 0, 6, "fingerprinting")
+    told = _explained("kvray-shard-a", Asked(replica="r", rank=0, note=note, namespace=None), 1.0)
+    assert (told["missed_tokens"], told["reason"]) == (96, "fingerprinting")
+    assert [(one["what"], one["stop"]) for one in told["ranges"]] == [
+        ("miss", 96),
+        ("computed", 100),
+    ]

@@ -60,6 +60,9 @@ def test_several_requests_are_one_line_each_and_a_sentence():
     assert [line.split()[0] for line in table.splitlines() if " one " in line] == ["7", "8"]
     sentence = shown(explain.requests_sentence(some))
     assert "464 of 640 tokens of these 2 requests were hits" in sentence
+    bypassed = request(reason="bypassed", num_tokens=0, hit_tokens=0, missed_tokens=0, ranges=[])
+    sentence = shown(explain.requests_sentence([bypassed, bypassed]))
+    assert "nothing was looked up: the request has no keys" in sentence
 
 
 def test_a_prompt_is_told_by_where_its_blocks_are():
