@@ -235,7 +235,6 @@ class SharedState:
         self.figures = EngineFigures()
         self.boundary = Boundary(self.figures.totals)
         self.tenants = tenants
-        self._warned_tenantless = False
         self.pending_reads = PendingReads()
         self.spans_nodes = args.is_spread
         """Whether ranks that each hold a share of a request's KV are on several nodes."""
@@ -430,12 +429,10 @@ class SharedState:
         if derived is not None:
             return replace(identity, salt=derived.salt, tenant_id=derived.tenant_id)
         self.figures.totals["tenantless_requests"] += 1
-        if not self._warned_tenantless:
-            self._warned_tenantless = True
-            _log.warning(
-                "kvray: a request names no tenant, so it shares nothing and nothing of it is kept;"
-                " have what admits requests set cache_salt to <tenant>/<salt> (said once)."
-            )
+        self.figures.told(
+            "it names no tenant, so it shares nothing and nothing of it is kept; have what admits"
+            " requests set cache_salt to <tenant>/<salt>"
+        )
         return None
 
     # -- leases -------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Checks the tier by its status; the questions on hits follow the decision tree of docs/faq.md."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +36,10 @@ _LITTLE = 0.05
 _BYPASSED = (
     "requests bypassed the cache, because more than their tokens decides their blocks, such as a"
     " LoRA adapter or media, and cannot be told"
+)
+_TENANTLESS = (
+    "requests bypassed the cache, because they name no tenant, and there is a tenant secret",
+    "have what admits requests set cache_salt to <tenant>/<salt>, see docs/security.md",
 )
 _LOOK = (
     "look at the engines' logs for lines with `a request goes without the tier`, which name each"
@@ -183,16 +187,25 @@ def hit_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
         )
         yield from _missed(replicas, totals)
         if totals["bypassed_requests"] > _LITTLE * totals["requests"]:
-            yield hint("requests", f"{totals['bypassed_requests']} {_BYPASSED}", _LOOK)
-        yield from _not_kept(shards, totals)
+            yield _bypassed(totals, hint)
     elif totals["bypassed_requests"]:
-        yield fault("requests", f"all {totals['bypassed_requests']} {_BYPASSED}", _LOOK)
-    elif not has_stored:
+        yield _bypassed(totals, fault, "all ")
+    elif not has_stored and not totals["errors"]:
         yield hint(
             "requests",
             f"{num_ranks} ranks are registered, and none has had a request yet",
             "send a prompt of at least two blocks of tokens, then the same to another replica",
         )
+    yield from _not_kept(shards, totals)
+
+
+def _bypassed(
+    totals: Mapping[str, int], verdict: Callable[..., Finding], all_: str = ""
+) -> Finding:
+    """Return why most of the requests that bypassed the cache did so."""
+    num, tenantless = totals["bypassed_requests"], totals["tenantless_requests"]
+    says, fix = _TENANTLESS if 2 * tenantless > num else (_BYPASSED, _LOOK)
+    return verdict("requests", f"{all_}{num} {says}", fix)
 
 
 def _missed(replicas: Sequence[Mapping[str, Any]], totals: Counter[str]) -> Iterator[Finding]:

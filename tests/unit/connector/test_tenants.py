@@ -67,7 +67,7 @@ def test_requests_without_a_tenant_share_nothing_and_leave_nothing(pair, caplog)
         assert ask(pair, request_id, salt) == 0
     assert (pair.totals["tenantless_requests"], pair.totals["bypassed_requests"]) == (5, 5)
     assert pair.totals["stored_blocks"] == 0
-    assert caplog.text.count("names no tenant") == 1
+    assert caplog.text.count("a request goes without the tier: it names no tenant") == 1
 
 
 @pytest.mark.parametrize("half", [KvRayWorker, KvRayScheduler])

@@ -145,7 +145,12 @@ ASKED = {"requests": 1, "prompt_tokens": 64}
             [replica(requests=9, prompt_tokens=640, bypassed_requests=7)],
             *("requests", "hint", "7 requests bypassed the cache"),
         ),
+        (
+            [replica(requests=0, bypassed_requests=7, tenantless_requests=7)],
+            *("requests", "fault", "they name no tenant"),
+        ),
         ([replica(**ASKED, errors=2)], "errors", "hint", "had 2 errors"),
+        ([replica(requests=0, errors=2)], "errors", "hint", "had 2 errors"),
         (
             [replica("a", **ASKED), replica("b", **ASKED, namespace="02")],
             *("namespaces", "hint", "share nothing"),
