@@ -162,8 +162,8 @@ REASONS: dict[str, Reason] = {
         " shows how fast blocks arrive.",
     ),
     "hold_full": Reason(
-        "vLLM's ranks had no memory left to hold the blocks in, for as long as computing takes",
-        "Raise connector.hold: hits of many requests at once need more of it.",
+        "vLLM's ranks had no memory to hold the blocks in, for as long as computing takes",
+        "Raise connector.hold: hits of long prompts, or of many at once, need more of it.",
     ),
     "cheaper_to_recompute": Reason(
         "fetching the blocks would have taken longer than computing them",

@@ -85,9 +85,7 @@ class Leader:
         if self.finder.is_pending(request_id):
             return None
         began_ns = time.perf_counter_ns()
-        if request_id in self.states:
-            self.forget(request_id)
-        self.promises.forget(request_id)
+        self.reset(request_id)
         try:
             # The worker may have registered its pool with another copy of the arguments.
             if not self.shared.identity.readings:
@@ -192,24 +190,26 @@ class Leader:
         self.forget(request_id)
         self.promises.forget(request_id)
 
-    def cancel(self, request_id: int, start: int, end: int) -> None:
-        """Keep less than was promised: the engine will not use the tokens from `start` to `end`."""
+    def cancel(self, request_id: int, start: int, end: int, why: MissReason | None = None) -> None:
+        """Keep less than was promised: tokens from `start` to `end` are not used, and missed."""
         state = self.states.get(request_id)
-        if state is None or state.promise is None:
-            return
-        state.promise.cancel(start, end)
-        if not state.promise.num_blocks:
-            self.promises.release(self.shared, state)
+        if state is not None and state.promise is not None:
+            state.promise.cancel(start, end)
+            if not state.promise.num_blocks:
+                self.promises.release(self.shared, state)
+            self._note_miss(request_id, why)
 
     def decline(self, request_id: int, reason: MissReason | None = None) -> None:
         """Release what a request was promised: the engine takes nothing of it.
 
         `reason`: why what was promised is missed after all.
         """
-        state, answer = self.states.get(request_id), self._uncounted.get(request_id)
-        if state is not None:
+        if (state := self.states.get(request_id)) is not None:
             self.promises.release(self.shared, state)
-        if reason is not None and answer is not None:
+        self._note_miss(request_id, reason)
+
+    def _note_miss(self, request_id: int, reason: MissReason | None) -> None:
+        if reason is not None and (answer := self._uncounted.get(request_id)) is not None:
             found = answer.found._replace(reason=reason)
             self._uncounted[request_id] = answer._replace(found=found)
 
@@ -219,21 +219,20 @@ class Leader:
         The engine has `num_computed` tokens itself by now, no fewer than when it was first made.
         Only the blocks before `end` can be loaded: what follows them proved wrong.
         """
-        state, answer = self.states.get(request_id), self._uncounted.get(request_id)
+        state = self.states.get(request_id)
         if state is None or state.promise is None:
             return 0
         promise = state.promise
-        is_shorter = end < promise.end
-        if is_shorter:
+        if end < promise.end:
             promise.end = end
             state.num_found, state.num_saved = min(state.num_found, end), min(state.num_saved, end)
-        promise.num_computed = min(num_computed, promise.end * state.tokens_per_block)
-        if answer is not None and answer.asked is not None:
             is_there = self.shared.link.arena is promise.lease.arena
-            reason: MissReason = "corrupt" if is_there else "store_down"
-            found = answer.found._replace(reason=reason) if is_shorter else answer.found
+            self._note_miss(request_id, "corrupt" if is_there else "store_down")
+        promise.num_computed = min(num_computed, promise.end * state.tokens_per_block)
+        answer = self._uncounted.get(request_id)
+        if answer is not None and answer.asked is not None:
             asked = answer.asked._replace(num_computed=num_computed)
-            self._uncounted[request_id] = answer._replace(asked=asked, found=found)
+            self._uncounted[request_id] = answer._replace(asked=asked)
         return promise.num_tokens
 
     def forget(self, request_id: int) -> None:

@@ -230,7 +230,7 @@ class SchedulingHalf:
         assert promise is not None, "it has just been made"
         if promise.num_blocks > self._holds.capacity:
             end = promise.first + self._holds.capacity
-            self._leader.cancel(known.number, end * size, promise.end * size)
+            self._leader.cancel(known.number, end * size, promise.end * size, "hold_full")
         known.held = self._holds.begin(promise.lease.leased, first=promise.first, stop=promise.end)
         if known.held is not None:
             known.num_needed, known.held_at = 0, time.monotonic()

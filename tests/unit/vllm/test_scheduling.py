@@ -258,6 +258,8 @@ def test_a_request_whose_own_blocks_go_again_and_again_is_computed_at_last(half,
 def test_no_more_is_held_than_the_ranks_have_memory_for(half):
     half._holds = Holds(num_ranks=1, num_blocks=4)
     assert offered(half, asked("a")) == 4 * BLOCK
+    taken(half, asked("a"), 4 * BLOCK)
+    assert totals(half)["miss_tokens_hold_full"] == HIT - 4 * BLOCK, "they are in the tier"
 
 
 def test_a_request_waits_for_memory_for_a_bounded_time(half, now):
