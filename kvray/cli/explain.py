@@ -133,8 +133,8 @@ REASONS: dict[str, Reason] = {
     "none": Reason("nothing was missed", ""),
     "never_stored": Reason(
         "no replica of this namespace has stored these blocks",
-        "Nothing is wrong if the text is new. If it was sent before, see in `kvray status` whether"
-        " namespaces differ, and compare the token ids of both"
+        "Nothing is wrong if the text is new. If it was sent before, see in `kvray status --wide`"
+        " whether namespaces differ, and compare the token ids of both"
         " prompts: after the first token that differs (a date, a name), nothing can match.",
     ),
     "evicted": Reason("they were stored, and had left the tier", ""),

@@ -435,6 +435,10 @@ def namespaces_report(shards: list[dict[str, Any]]) -> tuple[Table, str] | None:
     for rank in hits.ranks_of(shards):
         name = rank["replica"] + ("" if rank["connected"] else " gone")
         replicas.setdefault(rank["namespace"], {})[name] = None
+    for shard in shards:
+        for tier in ("arena", "nvme"):
+            for one in shard.get(tier, {}).get("namespaces", ()):
+                replicas.setdefault(one["namespace"], {"no replica now": None})
     digests = [digest for digest in replicas if digest in namespaces]
     if len(digests) < 2:
         return None

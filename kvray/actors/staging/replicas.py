@@ -16,6 +16,7 @@ from kvray.actors.staging.plan import Prefix
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.identity.block import (
     KEY_BYTES,
+    UNNAMED,
     BlockKey,
     Namespace,
     namespace_id,
@@ -237,7 +238,7 @@ class Replicas:
         self._ranks: dict[tuple[str, int], _Rank] = {}
         self._num_ended = 0
         self._ended: Counter[str] = Counter()
-        # By digest; blocks of ended ranks are still there and need their namespaces.
+        # By digest; blocks of ranks that ended, or changed theirs, are still there and need them.
         self._namespaces: dict[str, dict[str, object]] = {}
 
     def register(
@@ -282,6 +283,8 @@ class Replicas:
             if other != replica and entry.connection is not None:
                 _check_layout(replica, namespace, other, entry.reader.namespace)
         former = self._ranks.pop((replica, rank), None)
+        if former is not None:
+            self._remember(former)
         entry = self._ranks[replica, rank] = _Rank(reader, digest, connection, instance)
         if former is not None and former.connection == connection:
             entry.weights_order = former.weights_order  # else it is another engine
@@ -398,6 +401,11 @@ class Replicas:
         for name, value in entry.counters.items():
             if name != _AGE and (name in self._ended or len(self._ended) < _COUNTERS_MAX):
                 self._ended[name] += value
+        self._remember(entry)
+
+    def _remember(self, entry: _Rank) -> None:
+        if entry.reader.namespace.model == UNNAMED:
+            return  # it has no blocks
         self._namespaces.pop(entry.digest, None)
         self._namespaces[entry.digest] = entry.fields
         if len(self._namespaces) > _NAMESPACES_MAX:
@@ -448,8 +456,8 @@ def _check_name(replica: Any, rank: Any) -> None:
 def _check_layout(replica: str, mine: Namespace, other: str, theirs: Namespace) -> None:
     """Refuse two layouts under one `model_key`: one of them belongs to another model.
 
-    Replicas of one model may differ in tensor parallelism, and in the version of their weights.
-    They do not share blocks, and `kvray status` shows in what they differ.
+    Replicas of one model may differ in tensor parallelism, and in the version of their weights;
+    `kvray status --wide` shows in what they differ.
     """
     different = replace(mine, weights=theirs.weights).difference(theirs)
     if mine.model != theirs.model or not mine.model.startswith(MODEL_KEY_PREFIX) or not different:

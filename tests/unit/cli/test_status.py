@@ -169,6 +169,18 @@ def test_replicas_are_compared_by_what_differs_also_of_several_nodes_and_those_t
     assert {"a gone b", "kv_dtype bfloat16 float8", "part_bytes 512 256"} <= {*lines}
 
 
+def test_an_engine_that_was_started_with_other_settings_is_compared_with_its_own_blocks():
+    replicas, other = Replicas(), replace(MINE, kv_dtype="float8")
+    for connection, namespace in enumerate((MINE, other)):
+        replicas.register(connection, "a", 0, namespace)
+        replicas.disconnect(connection)
+    held = [{"namespace": MINE.digest().hex()[:8], "blocks": 3, "bytes": 3}]
+    shard = {"replicas": replicas.status(), "namespaces": replicas.namespaces()}
+    lines = compared({**shard, "arena": {"namespaces": held}})
+    assert {"a gone no replica now", "kv_dtype float8 bfloat16"} <= {*lines}
+    assert compared(shard) == []
+
+
 def test_many_namespaces_and_replicas_are_cut_short_and_counted():
     many = {f"r{n}": replace(MINE, tp_layout=f"tp{n}") for n in range(8)}
     same = {f"s{n}": many["r0"] for n in range(6)}
