@@ -161,14 +161,19 @@ class History:
         """Return the rates of every rank that the shards know."""
         if not self._kept:
             return []
-        ranks = ranks_of(self._kept[0][1]["shards"])
-        before = {(one["replica"], one["rank"]): one for one in ranks}
+        first, last = (
+            [(s["shard"], one) for s in kept["shards"] for one in ranks_of([s])]
+            for kept in (self._kept[0][1], self._kept[-1][1])
+        )
+        # Nodes may have replicas of one name.
+        before = {(node, one["replica"], one["rank"]): one["counters"] for node, one in first}
         found = []
-        shards = self._kept[-1][1]["shards"]
-        for node, one in ((s["shard"], one) for s in shards for one in ranks_of([s])):
-            then = before.get((one["replica"], one["rank"]), one)
+        for node, one in last:
+            then = before.get((node, one["replica"], one["rank"]), one["counters"])
+            if one["counters"].get("uptime_s", 0) < then.get("uptime_s", 0):
+                then = {}  # its engine was started again meanwhile
             rates = {
-                name: self._per_s(value - then["counters"].get(name, 0))
+                name: self._per_s(value - then.get(name, 0))
                 for name, value in one["counters"].items()
             }
             missed = {

@@ -117,6 +117,17 @@ def test_rates_are_those_of_the_time_that_is_kept_and_none_is_negative_after_a_r
     assert (history.replicas()[0].prompt, history.nodes()[0].evicted) == (0.0, 0.0)
 
 
+def test_rates_are_of_one_engine_though_others_have_its_name_or_it_was_started_again():
+    history, names = History(5.0), ("prompt_tokens", "hit_tokens_from_host", "uptime_s")
+    for at, engines in enumerate([[(1000, 0, 9), (900, 0, 60)], [(1100, 0, 10), (1100, 600, 2)]]):
+        one, other = (replica(counters=dict(zip(names, counts, strict=True))) for counts in engines)
+        shards = [{"shard": "a", "replicas": [one]}, {"shard": "b", "replicas": [other]}]
+        history.add(100.0 + at, {"shards": shards})
+    one, other = history.replicas()
+    assert (one.prompt, other.prompt) == (100.0, 1100.0)
+    assert source_shares(other.counters)["host"] == "55%"
+
+
 NO_NIXL = {"available": False, "reason": "NIXL is not installed"}
 HAS = {"available": True}
 RDMA = {"available": True, "rdma": True}
