@@ -191,6 +191,8 @@ class PrefixFinder:
         have = max(valid, query.first)
         if late is None:
             is_missing = have < len(query.keys) and reason in _MISSING and shared.may_stage
+            if reason == "not_stored" and shared.is_cut_off:
+                reason = "store_down"
             if not is_missing or (args.asks_again and not own):
                 return matched, reason  # an engine that asks again has one call for each request
         try:

@@ -386,7 +386,12 @@ class SharedState:
     def may_stage(self) -> bool:
         """Whether the shard may be asked to stage blocks, from other nodes or from disk."""
         has_peers = self._registration is not None and self._registration.has_peers
-        return has_peers and self.config.connector.stage_wait_s > 0
+        return bool(has_peers) and self.config.connector.stage_wait_s > 0
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether other nodes may have more, but the lookup is away."""
+        return self._registration is not None and self._registration.has_peers is None
 
     @property
     def verifies_promises(self) -> bool:

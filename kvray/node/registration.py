@@ -53,8 +53,9 @@ class Registration:
     """The namespace that the shard accepted; None: it must hear of the rank again."""
     refusal: str | None = None
     """The shard's sentence, if it refuses."""
-    has_peers: bool = False
-    """Whether the shard may bring blocks here, from other nodes or from disk."""
+    has_peers: bool | None = False
+    """Whether the shard may bring blocks here, from other nodes or from disk; None: the lookup is
+    away."""
     stored: frozenset[int] = frozenset()
     """Namespaces, as arenas number them, of which the shard knows blocks on whichever node."""
     former: str | None = None
@@ -166,7 +167,8 @@ class Registration:
 
     def _heed(self, reply: dict[str, Any]) -> None:
         """Take what the shard says of itself."""
-        self.has_peers = reply.get("peers") is True
+        peers = reply.get("peers", False)
+        self.has_peers = peers if peers is None else peers is True
         order = reply.get("weights")
         if self.name_weights is not None and isinstance(order, list):
             self.weights_order, version = order

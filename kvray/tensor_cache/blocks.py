@@ -88,7 +88,8 @@ class ArenaBlocks:
         if self._link.arena is None:
             return here, (), "store_down"
         if wait_s <= 0 or not self._registration.has_peers:
-            return here, (), "not_stored"
+            is_cut_off = self._registration.has_peers is None
+            return here, (), "store_down" if is_cut_off else "not_stored"
         if not self._turn.acquire(timeout=wait_s):
             return self.count(keys), (), "too_slow"
         try:

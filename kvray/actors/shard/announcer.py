@@ -329,6 +329,12 @@ class Announcer:
         polls = filter(None, map(self._poll_of, self._logs))
         return max((poll.num_shards for poll in polls), default=0)
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether there were other shards when a partition asked last, and none asks any more."""
+        heard = [log.heard[0].num_shards for log in self._logs if log.heard is not None]
+        return not self.num_shards and max(heard, default=0) > 1
+
     def unheard(self) -> list[int]:
         """Return the partitions that have not asked for long; from any thread."""
         return [number for number, log in enumerate(self._logs) if self._poll_of(log) is None]

@@ -110,12 +110,15 @@ class EngineRequests:
     def _told_always(self, replica: str, rank: int) -> dict[str, Any]:
         """Return whether it is worth a rank's while to ask for more than the arena has.
 
-        And the numbers of namespaces that engines have blocks of, on whichever node.
+        None: other nodes may have more, and nobody knows of it. And the numbers of namespaces that
+        engines have blocks of, on whichever node.
         """
-        can_stage = False  # while it writes its last blocks to disk, and still counts
+        can_stage: bool | None = False  # while it writes its last blocks to disk, and still counts
         with contextlib.suppress(ShardUnavailable):
             serving = self._parts.serving()
             can_stage = serving.has_more() or serving.stager.has_ranks_elsewhere(replica, rank)
+        if not can_stage and self._parts.announcer.is_cut_off:
+            can_stage = None
         stored = self._parts.announcer.namespaces | self._parts.replicas.numbers()
         return {"peers": can_stage, "stored": sorted(stored)}
 

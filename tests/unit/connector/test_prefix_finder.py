@@ -114,7 +114,11 @@ def test_nobody_is_asked_before_the_shard_says_that_there_are_others(server, mak
     server.report = {"peers": False}
     wait_for(lambda: not pair.engine.may_stage, "hearing that they are gone")
     pair.query(Request(2, PROMPT[1:]))
+    server.report = {"peers": None}
+    wait_for(lambda: pair.engine.is_cut_off, "hearing that the lookup is away")
+    pair.query(Request(3, PROMPT[2:]))
     assert server.asked == []
+    assert pair.totals["miss_tokens_store_down"] == HIT, "other nodes may have it"
 
 
 @pytest.mark.parametrize("block_reuse", [True, False])

@@ -278,8 +278,10 @@ async def test_a_greeting_is_answered_at_once_and_brings_no_block(tier, announce
         asked = polled(None, most=0, partition=partition, num_shards=7, namespaces=namespaces)
         said = await announcer.delta(asked, 60.0)
         assert (said.cursor, said.added_keys, said.more) == (None, b"", True)
-    assert announcer.num_shards == 7
+    assert (announcer.num_shards, announcer.is_cut_off) == (7, False)
     assert announcer.namespaces == {5, 7}, "also while a partition starts"
+    tier.now += 9.0
+    assert (announcer.num_shards, announcer.is_cut_off) == (0, True)
 
 
 def test_what_lost_its_other_part_is_evicted_first(tier, arena):
