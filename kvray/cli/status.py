@@ -248,8 +248,8 @@ def replicas_sentence(ranks: Sequence[Mapping[str, Any]]) -> str:
     line = f"{len({one['replica'] for one in there})} replicas, {len(there)} ranks{gone}."
     if (spaces := len({one["namespace"] for one in there})) > 1:
         line += (
-            f" They are in {spaces} namespaces, which share no blocks; `kvray status --wide` shows"
-            " in what they differ."
+            f" They are in {spaces} namespaces, which share no blocks, unless they differ in their"
+            " number of ranks alone; `kvray status --wide` shows in what they differ."
         )
     return line
 
@@ -455,8 +455,8 @@ def namespaces_report(shards: list[dict[str, Any]]) -> tuple[Table, str] | None:
             table.add_row(field, *values)
     more = len(digests) - _COLUMNS_MAX
     return table, (
-        "Replicas in different columns share no blocks; to have them share, start them with the"
-        " same model and engine arguments."
+        "Replicas in different columns share no blocks, unless they differ in their number of ranks"
+        " alone; to have them share, start them with the same model and engine arguments."
         + (f" {more} more namespaces are in kvray status --json." if more > 0 else "")
     )
 
