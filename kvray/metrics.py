@@ -92,7 +92,7 @@ capacity_bytes: bytes that the tier may have @ host=arena.capacity_bytes nvme=nv
 resident_blocks: blocks in the tier @ host=arena.blocks nvme=nvme.blocks
 stored_blocks_total: blocks that became findable in the tier @ host=arena.stored nvme=nvme.stored
 evicted_blocks_total: blocks that left the tier for others @ host=arena.evicted nvme=nvme.evicted
-dropped_blocks_total: blocks that were not stored for want of room
+dropped_blocks_total: blocks not stored for want of room, or of the block before them
   @ host=arena.dropped nvme=nvme.dropped
 corrupt_blocks_total: blocks whose bytes were wrong; tier staging: on their way here
   @ host=arena.corrupt nvme=nvme.corrupt staging=staging.corrupt_blocks

@@ -215,7 +215,8 @@ def _missed(replicas: Sequence[Mapping[str, Any]], totals: Counter[str]) -> Iter
     if len(names) > 1 and len(spaces) == len(names):
         yield hint(
             "namespaces",
-            f"each of the {len(names)} replicas has its own namespace, so they share nothing",
+            f"each of the {len(names)} replicas has its own namespace, so they share nothing,"
+            " unless they differ in their number of ranks alone",
             "start them with the same model and engine arguments; `kvray status --wide` shows the"
             " fields that differ",
         )
@@ -234,8 +235,10 @@ def _not_kept(shards: list[dict[str, Any]], totals: Mapping[str, int]) -> Iterat
     if dropped:
         yield hint(
             "saves",
-            f"{dropped} blocks were not stored, because their arena was full of leased blocks",
-            "raise arena.capacity, or look for engines with long leases in the shards' logs",
+            f"{dropped} blocks were not stored, because their arena was full of leased blocks, or a"
+            " block before them was not stored",
+            "see to other reasons first, where there are any; else raise arena.capacity, or look"
+            " for engines with long leases in the shards' logs",
         )
     if totals["dropped_blocks"]:
         prefix = "dropped_blocks_"
