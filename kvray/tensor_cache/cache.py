@@ -440,7 +440,9 @@ class TensorCache:
         end = prompt.first + found // block
         for start, stop, way, _ in runs_between(arrivals, prompt.first, end):
             counts[f"hit_tokens_from_{way}"] += (stop - start) * block
-        if missed := prompt.num_blocks * block - found:
+        if self._seed is None:
+            reason = "weights_unnamed"
+        if missed := (prompt.num_tokens - prompt.num_masked) // block * block - found:
             # If all was here, a block was damaged since, or has just been evicted.
             counts[f"{MISS_PREFIX}{'not_stored' if reason == 'none' else reason}"] += missed
         self._count(**counts)

@@ -372,6 +372,7 @@ def test_a_cache_without_a_version_of_the_weights_stores_and_finds_nothing(store
     assert stored.store(TOKENS, cut(BLOB, 2 * BLOCK, len(TOKENS)), mask) == 0
     kv, found = stored.retrieve(TOKENS, mask)
     assert (kv, found.any()) == ((), False)
+    assert stored.counters()["miss_tokens_weights_unnamed"] == len(TOKENS) - 2 * BLOCK
     stored.set_weights_version("")
     assert stored.lookup(TOKENS) == len(TOKENS)
     assert stored.lookup(prompt(1)) == 0
