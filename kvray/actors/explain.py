@@ -112,10 +112,12 @@ def explain_requests(
     asked.sort(key=lambda pair: -pair[1].note.at)
     if not asked:
         raise ConfigError(_not_known(replica, request, silent))
-    return {
-        "requests": [_explained(shard, one, timeout_s) for shard, one in asked[:last]],
-        "silent": silent,
-    }
+    requests = []
+    for shard, one in asked[:last]:
+        explained, without = _explained(shard, one, timeout_s)
+        requests.append(explained)
+        silent += [name for name in without if name not in silent]
+    return {"requests": requests, "silent": silent}
 
 
 def explain_prompt(
@@ -145,7 +147,8 @@ def explain_prompt(
 # -- requests -------------------------------------------------------------------------------------
 
 
-def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
+def _explained(shard: str, asked: Asked, timeout_s: float) -> tuple[dict[str, Any], Sequence[str]]:
+    """Return what came of a request, and the shards that did not say what became of its blocks."""
     note, size = asked.note, asked.note.tokens_per_block
     num_parts = asked.namespace.num_parts if asked.namespace else 1
     ranges = []
@@ -154,9 +157,9 @@ def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
     for start, stop, way, source in runs_between(note.arrivals, note.first, note.end):
         ranges.append(_range(start * size, stop * size, "hit", way=way, source=source))
     since, missed = 0.0, Counter[str]()
-    answers: Mapping[str, Whereabouts] = {}
+    answers, silent = dict[str, Whereabouts](), list[str]()
     if note.keys:
-        answers, _ = _whereabouts(b"".join(note.keys), note.at, timeout_s)
+        answers, silent = _whereabouts(b"".join(note.keys), note.at, timeout_s)
         since = max((one.since for one in answers.values()), default=0.0)
         found = block_states(answers, len(note.keys), num_parts=num_parts, past=True)
         for first, run in state_runs(found):
@@ -192,7 +195,7 @@ def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
         "is_sampled": note.step > 1,
         "log_since": since,
         "leaving": sorted({*_leaving(answers), *([shard] if asked.is_leaving else [])}),
-    }
+    }, silent
 
 
 def _reason(asked: Asked, block: BlockState) -> str:

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from kvray.actors import explain
 from kvray.actors.explain import (
     EVICTED,
     NEVER_STORED,
@@ -75,9 +76,19 @@ def test_blocks_that_left_at_different_moments_are_one_run():
 
 def test_a_prompt_that_had_no_keys_is_missed_for_its_engine_s_reason():
     note = RequestNote(1, 9.0, 100, 16, 0, 0, 6, "fingerprinting")
-    told = _explained("kvray-shard-a", Asked(replica="r", rank=0, note=note, namespace=None), 1.0)
+    asked = Asked(replica="r", rank=0, note=note, namespace=None)
+    told, _ = _explained("kvray-shard-a", asked, 1.0)
     assert (told["missed_tokens"], told["reason"]) == (96, "fingerprinting")
     assert [(one["what"], one["stop"]) for one in told["ranges"]] == [
         ("miss", 96),
         ("computed", 100),
     ]
+
+
+def test_a_shard_that_does_not_say_what_became_of_blocks_is_named(monkeypatch):
+    note = RequestNote(1, 9.0, 33, 16, 0, 0, 2, "not_stored", keys=(bytes(32), bytes(32)))
+    asked = Asked(replica="r", rank=0, note=note, namespace=None)
+    answers = {"asked": ({"a": [asked]}, []), "whereabouts": ({"a": known([0, 0])}, ["b"])}
+    monkeypatch.setattr(explain, "_ask", lambda method, *_: answers[method])
+    found = explain.explain_requests(replica=None, request=None, last=1, timeout_s=1.0)
+    assert (found["requests"][0]["reason"], found["silent"]) == (NEVER_STORED, ["b"])
