@@ -132,10 +132,10 @@ class Reason(NamedTuple):
 REASONS: dict[str, Reason] = {
     "none": Reason("nothing was missed", ""),
     "never_stored": Reason(
-        "no replica of this namespace has stored these blocks",
-        "Nothing is wrong if the text is new. If it was sent before, see in `kvray status --wide`"
-        " whether namespaces differ, and compare the token ids of both"
-        " prompts: after the first token that differs (a date, a name), nothing can match.",
+        "no replica of this namespace has stored these blocks, as far as the nodes here remember",
+        "Nothing is wrong if the text is new, or a node with the blocks is gone. If it was sent"
+        " before, see in `kvray status --wide` whether namespaces differ, and compare the token ids"
+        " of both prompts: after the first token that differs (a date, a name), nothing can match.",
     ),
     "evicted": Reason("they were stored, and had left the tier", ""),
     "partial": Reason(
@@ -156,10 +156,10 @@ REASONS: dict[str, Reason] = {
         " arena.lock_wait_s.",
     ),
     "too_slow": Reason(
-        "the blocks were elsewhere and did not arrive within connector.stage_wait_s; the next"
-        " request finds them",
-        "Use Client.prefetch in the router, or raise connector.stage_wait_s; `kvray status --wide`"
-        " shows how fast blocks arrive.",
+        "the blocks were on other nodes or on disk, and did not arrive within"
+        " connector.stage_wait_s",
+        "Mend links first from which `kvray status` says that no block comes. Else the next request"
+        " finds what was late; use Client.prefetch in the router, or raise connector.stage_wait_s.",
     ),
     "hold_full": Reason(
         "vLLM's ranks had no memory to hold the blocks in, for as long as computing takes",
@@ -368,7 +368,8 @@ def _missed(one: Mapping[str, Any], since: float, now: float) -> str:
     text: str = one["reason"].replace("_", " ")
     if one["reason"] == "never_stored":
         text += f", at least not since {clock(since, now)}"
-        text += f"; stored after that, {_places(one['places'])}" if one["places"] else ""
+        if one["places"]:
+            text += f"; stored after that, or unknown to this node then, {_places(one['places'])}"
     elif one["places"]:
         text += f"; now {_places(one['places'])}"
     return text

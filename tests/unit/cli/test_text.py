@@ -49,6 +49,11 @@ def test_a_request_without_a_hit_says_why():
     text = shown(*explain.request_report(one, now=NOW))
     for words in ("never stored, at least not since", "(2 h ago)", "0 of 320 tokens were hits"):
         assert words in text
+    missed["places"] = [{"node": "kvray-shard-b", "tier": "host"}]
+    one = request(reason="too_slow", hit_tokens=0, missed_tokens=304, ranges=[missed])
+    text = shown(*explain.request_report(one, now=NOW))
+    for words in ("or unknown to this node then, in the memory of node b", "Mend links first"):
+        assert words in text
     one = request(reason="bypassed", num_tokens=0, hit_tokens=0, missed_tokens=0, ranges=[])
     assert "the request has no keys" in shown(*explain.request_report(one, now=NOW))
 
