@@ -230,13 +230,23 @@ def faults_of(shard: Mapping[str, Any]) -> Iterator[str]:
             f"process {pid} ({stopped['name']}) is stopped while it has the arena's lock; continue"
             f" it with `kill -CONT {pid}`, or unpause its container, or the shard ends it."
         )
-    corrupt = sum(figure(shard, "corrupt_blocks_total", tier=tier) for tier in ("host", "nvme"))
-    if corrupt:
-        yield f"{corrupt:,} blocks did not have their checksum and were not used; `kvray verify`."
+    yield from (f"{says}; {fix}." for says, fix in corrupt_remarks(shard))
     if shard.get("nvme", {}).get("message"):
         yield f"the disk {'; '.join(disk_remark(shard['nvme']))}."
     if problem := shard.get("events", {}).get("problem"):
         yield str(problem)
+
+
+def corrupt_remarks(shard: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what is known of blocks with wrong bytes, and the remedy."""
+    here, came = "test this node's memory and disk", "test the network, and memory and disk there"
+    for tiers, where, test in (
+        (("host", "nvme"), "", here),
+        (("staging",), " from elsewhere", came),
+    ):
+        if count := sum(figure(shard, "corrupt_blocks_total", tier=tier) for tier in tiers):
+            says = f"{count:,} blocks{where} did not have their checksum and were not used"
+            yield says, f"run `kvray verify`, and {test}"
 
 
 def replicas_sentence(ranks: Sequence[Mapping[str, Any]]) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from kvray.actors.names import node_of
 from kvray.cli.explain import REASONS
 from kvray.cli.hits import ended_of, ranks_of, sources_sentence, total_counters
-from kvray.cli.status import disk_remark, lost_nodes, unnamed_sentences
+from kvray.cli.status import corrupt_remarks, disk_remark, lost_nodes, unnamed_sentences
 from kvray.cli.transports import NodeLink, node_links, slow_nodes
 from kvray.config import format_size
 from kvray.metrics import figure
@@ -68,13 +68,8 @@ def tier_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
         )
     for shard in shards:
         yield _shard(shard)
-        corrupt = sum(figure(shard, "corrupt_blocks_total", tier=tier) for tier in ("host", "nvme"))
-        if corrupt:
-            yield hint(
-                f"shard {node_of(shard['shard'])}",
-                f"{corrupt} blocks did not have their checksum and were not used",
-                "run `kvray verify`, and test this node's memory and disk",
-            )
+        for remark in corrupt_remarks(shard):
+            yield hint(f"shard {node_of(shard['shard'])}", *remark)
         yield from _pages(shard)
         yield from _disk(shard)
     links = node_links(dict(status))

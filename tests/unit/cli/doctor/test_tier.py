@@ -65,6 +65,7 @@ def disk(**changes: Any) -> dict[str, Any]:
         ({"state": "failed", "message": "Why."}, "shard", "fault", "Why"),
         ({"state": "unreachable", "message": "Why."}, "shard", "fault", "Why"),
         ({**SERVING, "arena": {**ARENA, "corrupt": 2}}, "shard", "hint", "kvray verify"),
+        ({**SERVING, "staging": {"corrupt_blocks": 2}}, "shard", "hint", "test the network"),
         (disk(message="The disk failed."), "disk", "fault", "mend"),
         (disk(message="The disk failed.", state="out"), "disk", "fault", "by itself"),
         (disk(segments_without_room=1), "disk", "hint", "free room"),
