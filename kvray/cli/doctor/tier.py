@@ -181,6 +181,7 @@ def hit_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
             "hit rate", f"{totals['prompt_tokens']:,} prompt tokens: {sources_sentence(totals)}"
         )
         yield from _missed(replicas, totals)
+        yield from _too_short(totals)
         if totals["bypassed_requests"] > _LITTLE * totals["requests"]:
             yield _bypassed(totals, hint)
     elif totals["bypassed_requests"]:
@@ -201,6 +202,20 @@ def _bypassed(
     num, tenantless = totals["bypassed_requests"], totals["tenantless_requests"]
     says, fix = _TENANTLESS if 2 * tenantless > num else (_BYPASSED, _LOOK)
     return verdict("requests", f"{all_}{num} {says}", fix)
+
+
+def _too_short(totals: Mapping[str, int]) -> Iterator[Finding]:
+    """Yield a hint if most tokens were in no block that anybody could have promised."""
+    asked = [name for name in totals if name.startswith(MISS_PREFIX)]
+    asked += ["local_tokens", "hit_tokens"]
+    left = totals["prompt_tokens"] - sum(totals[name] for name in asked)
+    if 2 * left > totals["prompt_tokens"]:
+        yield hint(
+            "prompts",
+            f"{left:,} prompt tokens are in no whole block before their prompt's last token, and"
+            " only such blocks can hit",
+            "compare the prompts' lengths with the engine's tokens_per_block",
+        )
 
 
 def _missed(replicas: Sequence[Mapping[str, Any]], totals: Counter[str]) -> Iterator[Finding]:

@@ -150,6 +150,7 @@ ASKED = {"requests": 1, "prompt_tokens": 64}
             [replica(requests=0, bypassed_requests=7, tenantless_requests=7)],
             *("requests", "fault", "they name no tenant"),
         ),
+        ([replica(**ASKED)], "prompts", "hint", "64 prompt tokens are in no whole block"),
         ([replica(**ASKED, errors=2)], "errors", "hint", "had 2 errors"),
         ([replica(requests=0, errors=2)], "errors", "hint", "had 2 errors"),
         (
@@ -177,6 +178,7 @@ def test_who_only_stores_or_asks_for_tensors_or_shares_its_namespace_gets_no_adv
     counters = {"requests": 3, "prompt_tokens": 1408, "hit_tokens": 1408}
     assert "requests" not in hits_found(replica(**counters))
     assert "namespaces" not in hits_found(replica("a", **ASKED), replica("b", **ASKED))
+    assert "prompts" not in hits_found(replica(**counters))
 
 
 @pytest.mark.parametrize("reason", sorted(COUNTED))
