@@ -140,8 +140,8 @@ REASONS: dict[str, Reason] = {
     "evicted": Reason("they were stored, and had left the tier", ""),
     "partial": Reason(
         "some ranks' parts of these blocks are stored, and others are not",
-        "A rank could not save, or its node is gone: see `dropped` and gone ranks in `kvray"
-        " status`.",
+        "A rank could not save, or its node is gone: see `dropped` and gone ranks in `kvray status"
+        " --wide`.",
     ),
     "not_stored": Reason(
         "no node had these blocks", "Run `kvray explain` to see what became of them."
@@ -205,8 +205,9 @@ CAUSES = {
     "writer": Reason("a writer of that node, because the memory was full", _MORE_ROOM),
     "ahead": Reason("the shard, to keep arena.free_target free", _MORE_ROOM),
     "quota": Reason(
-        "the shard, because the namespace was over its quota",
-        "Raise its quota (arena.namespace_quota, arena.quotas).",
+        "the shard, because the namespace or tenant was over its quota",
+        "Raise its quota (arena.namespace_quota, arena.quotas, security.tenant_quota,"
+        " security.tenant_quotas).",
     ),
     "given_up": Reason(
         "the shard, because other parts of the block were gone",

@@ -88,6 +88,8 @@ def test_a_prompt_is_told_by_where_its_blocks_are():
 def test_every_reason_cause_and_moment_has_its_words():
     assert explain.REASONS.keys() == MISS_REASONS
     assert set(CAUSE_NAMES) == explain.CAUSES.keys()
+    assert "security.tenant_quota" in explain.reason("evicted", "quota").advice
+    assert "`kvray status --wide`" in explain.reason("partial").advice
     assert explain.clock(NOW - 90, NOW).endswith("(2 min ago)")
     assert explain.clock(0.0, NOW) == "never"
 
