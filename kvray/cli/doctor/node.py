@@ -68,6 +68,7 @@ def machine_findings(config: KVRayConfig) -> Iterator[Finding]:
     yield _locked_memory(config)
     yield _memory_limit(config)
     yield from _secrets(config)
+    yield _waiting(config)
     yield _nixl(config)
     rdma, network = (
         sorted(path.name for path in Path("/sys/class", one).glob("*")) for one in _DEVICES
@@ -146,6 +147,18 @@ def _secrets(config: KVRayConfig) -> Iterator[Finding]:
             yield fault("secret", says.rstrip("."), fix)
         else:
             yield ok("secret", f"this user can read the file of security.{name}, and others cannot")
+
+
+def _waiting(config: KVRayConfig) -> Finding:
+    if wait_s := config.connector.stage_wait_s:
+        says = f"engines wait {1000 * wait_s:g} ms for blocks of other nodes and of the disk"
+        return ok("waiting", says)
+    return hint(
+        "waiting",
+        "connector.stage_wait_s is 0: engines get no blocks of other nodes or of the disk by"
+        " themselves, and count them as not_stored",
+        "raise it, unless the router calls Client.prefetch",
+    )
 
 
 def _nixl(config: KVRayConfig) -> Finding:

@@ -40,8 +40,10 @@ def test_this_machine_has_no_fault_and_nixl_is_not_tried_where_it_is_not_configu
     assert found["software"].says.startswith("kvray ")
     assert found["connector"].says.endswith("without Ray")
     assert all(one.fix for one in found.values() if one.verdict == "hint")
-    config = load_config(overrides={"staging.transports": ["object_ref"]}, environ={})
+    overrides = {"staging.transports": ["object_ref"], "connector.stage_wait_s": 0}
+    config = load_config(overrides=overrides, environ={})
     assert node._nixl(config).verdict == "skipped"
+    assert (found["waiting"].verdict, node._waiting(config).verdict) == ("ok", "hint")
 
 
 @pytest.mark.parametrize(
