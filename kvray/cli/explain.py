@@ -178,9 +178,9 @@ REASONS: dict[str, Reason] = {
         "Set kv_cache_config.enable_partial_reuse: false.",
     ),
     "fingerprinting": Reason(
-        "the engine was still reading its checkpoint, which its namespace depends on",
-        "Wait; `kvray status` and the engine's log show the progress. To use the tier at once, name"
-        " model and revision in connector.model_key.",
+        "the engine had not read its checkpoint, which its namespace depends on",
+        "Wait, unless `kvray status` or the engine's log says that it cannot be read. To use the"
+        " tier at once, name model and revision in connector.model_key.",
     ),
     "weights_unnamed": Reason(
         "the engine's weights were replaced, or may be, and nobody has named their version",
