@@ -134,8 +134,9 @@ REASONS: dict[str, Reason] = {
     "never_stored": Reason(
         "no replica of this namespace has stored these blocks, as far as the nodes here remember",
         "Nothing is wrong if the text is new, or a node with the blocks is gone. If it was sent"
-        " before, see in `kvray status --wide` whether namespaces differ, and compare the token ids"
-        " of both prompts: after the first token that differs (a date, a name), nothing can match.",
+        " before, see in `kvray status --wide` whether namespaces differ, and compare salts,"
+        " adapters and token ids of both prompts: after the first token that differs (a date, a"
+        " name), nothing can match.",
     ),
     "evicted": Reason("they were stored, and had left the tier", ""),
     "partial": Reason(

@@ -90,6 +90,7 @@ def test_every_reason_cause_and_moment_has_its_words():
     assert set(CAUSE_NAMES) == explain.CAUSES.keys()
     assert "security.tenant_quota" in explain.reason("evicted", "quota").advice
     assert "`kvray status --wide`" in explain.reason("partial").advice
+    assert "compare salts" in explain.reason("never_stored").advice
     assert "cannot be read" in explain.reason("fingerprinting").advice, "then nobody need wait"
     assert explain.clock(NOW - 90, NOW).endswith("(2 min ago)")
     assert explain.clock(0.0, NOW) == "never"
