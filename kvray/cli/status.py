@@ -256,7 +256,8 @@ def replicas_sentence(ranks: Sequence[Mapping[str, Any]]) -> str:
     there = [one for one in ranks if one["connected"]]
     gone = f", {len(ranks) - len(there)} gone" if len(there) < len(ranks) else ""
     line = f"{len({one['replica'] for one in there})} replicas, {len(there)} ranks{gone}."
-    if (spaces := len({one["namespace"] for one in there})) > 1:
+    named = [one for one in there if one.get("is_named", True)]
+    if (spaces := len({one["namespace"] for one in named})) > 1:
         line += (
             f" They are in {spaces} namespaces, which share no blocks, unless they differ in their"
             " number of ranks alone; `kvray status --wide` shows in what they differ."
@@ -475,21 +476,25 @@ def unnamed_sentences(replicas: Iterable[Mapping[str, Any]]) -> Iterator[tuple[s
     """Yield (the reason, the remedy) for each rank that has no keys yet."""
     for replica in replicas:
         counters = replica["counters"]
-        if replica["connected"] and "fingerprint_bytes" in counters:
-            who = f"replica {replica['replica']} rank {replica['rank']}"
-            if counters.get("fingerprint_failed"):
+        who = f"replica {replica['replica']} rank {replica['rank']}"
+        if not replica["connected"]:
+            continue
+        if "fingerprint_bytes" not in counters:
+            if counters and not replica.get("is_named", True):
                 yield (
-                    f"{who} cannot read its checkpoint, and uses no tier",
-                    "look at its log for the reason, or name the model in connector.model_key",
+                    f"{who} uses no tier until the version of its weights is named",
+                    "call Client.set_weights_version, or set connector.weights_version",
                 )
-            else:
-                total, done = (
-                    counters["fingerprint_bytes"],
-                    counters.get("fingerprint_bytes_read", 0),
-                )
-                left_s = (total - done) * counters.get("uptime_s", 0) // max(done, 1)
-                yield (
-                    f"{who} uses no tier until it has read its checkpoint: {format_size(done)} of"
-                    f" {format_size(total)} read" + (f", about {left_s} s left" if done else ""),
-                    "wait, or name the model in connector.model_key",
-                )
+        elif counters.get("fingerprint_failed"):
+            yield (
+                f"{who} cannot read its checkpoint, and uses no tier",
+                "look at its log for the reason, or name the model in connector.model_key",
+            )
+        else:
+            total, done = counters["fingerprint_bytes"], counters.get("fingerprint_bytes_read", 0)
+            left_s = (total - done) * counters.get("uptime_s", 0) // max(done, 1)
+            yield (
+                f"{who} uses no tier until it has read its checkpoint: {format_size(done)} of"
+                f" {format_size(total)} read" + (f", about {left_s} s left" if done else ""),
+                "wait, or name the model in connector.model_key",
+            )

@@ -419,6 +419,7 @@ class Replicas:
                 "rank": rank,
                 "connected": entry.connection is not None,
                 "namespace": entry.digest,
+                "is_named": entry.reader.namespace.model != UNNAMED,
                 "counters": entry.counters,
             }
             for (replica, rank), entry in self._ranks.copy().items()

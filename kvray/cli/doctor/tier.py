@@ -220,8 +220,9 @@ def _too_short(totals: Mapping[str, int]) -> Iterator[Finding]:
 
 def _missed(replicas: Sequence[Mapping[str, Any]], totals: Counter[str]) -> Iterator[Finding]:
     """Yield a hint if each replica has its own namespace, and the reasons of most misses."""
-    spaces = {replica["namespace"] for replica in replicas}
-    names = {replica["replica"] for replica in replicas}
+    named = [replica for replica in replicas if replica.get("is_named", True)]
+    spaces = {replica["namespace"] for replica in named}
+    names = {replica["replica"] for replica in named}
     if len(names) > 1 and len(spaces) == len(names):
         yield hint(
             "namespaces",

@@ -21,7 +21,7 @@ TRAFFIC |= {"host_bytes": 2**34, "disk_bytes": 2**36, "distinct_bytes": 2**37}
 
 def replica(name: str = "r-1", **changes: Any) -> dict[str, Any]:
     """Return what a shard says of a rank; `changes` are fields, and all others counters."""
-    fields = {"rank": 0, "connected": True, "namespace": "3f0a91c2"}
+    fields = {"rank": 0, "connected": True, "namespace": "3f0a91c2", "is_named": True}
     given = {key: changes.pop(key) for key in [*changes] if key in fields}
     counters = changes.pop("counters", {}) | changes
     return fields | given | {"replica": name, "counters": counters}

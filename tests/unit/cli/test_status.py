@@ -205,8 +205,12 @@ FAR = "uses no tier until it has read its checkpoint: "
         (reading(fingerprint_failed=1), "cannot read its checkpoint, and uses no tier", "log"),
         (replica("a", fingerprint_bytes=2**30), f"{FAR}0B of 1GiB read", "wait"),
         (reading(uptime_s=0), f"{FAR}30GiB of 120GiB read, about 0 s left", "wait"),
+        (
+            replica("a", uptime_s=9, is_named=False),
+            *("uses no tier until the version of its weights is named", "set_weights_version"),
+        ),
     ],
-    ids=["it goes on", "it has just begun", "it failed", "nothing is known", "its time is not"],
+    ids=["it goes on", "it has just begun", "it failed", "unknown", "its time is not", "weights"],
 )
 def test_a_sentence_says_how_far_a_reading_is_and_what_to_do(one, said, fix):
     known = (replica(uptime_s=20), reading(connected=False))

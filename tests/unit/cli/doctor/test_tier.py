@@ -179,6 +179,9 @@ def test_who_only_stores_or_asks_for_tensors_or_shares_its_namespace_gets_no_adv
     assert "requests" not in hits_found(replica(**counters))
     assert "namespaces" not in hits_found(replica("a", **ASKED), replica("b", **ASKED))
     assert "prompts" not in hits_found(replica(**counters))
+    unnamed = replica("b", **ASKED, namespace="02", is_named=False)
+    assert "namespaces" not in hits_found(replica("a", **ASKED), replica("c", **ASKED), unnamed)
+    assert "namespaces" not in hits_found(replica("a", **ASKED), unnamed)
 
 
 @pytest.mark.parametrize("reason", sorted(COUNTED))
