@@ -261,6 +261,12 @@ def _not_kept(shards: list[dict[str, Any]], totals: Mapping[str, int]) -> Iterat
             "see the reason in docs/metrics.md; if saves were too slow (too_many, too_slow), raise"
             " connector.saves_max, or give the engine one more core",
         )
+    if totals["dropped_tokens"]:
+        yield hint(
+            "saves",
+            f"{totals['dropped_tokens']:,} tokens that a TensorCache was given were not stored",
+            "look at its process's log for lines that begin with kvray:, which say why",
+        )
     if totals["errors"]:
         yield hint(
             "errors",

@@ -198,6 +198,8 @@ def test_blocks_that_were_not_stored_are_reported():
     full = hits_found(replica(**ASKED), dropped=3)["saves"]
     assert "or a block before them was not stored" in full.says
     assert "arena.capacity" in full.fix
+    lost = hits_found(replica(requests=0, stored_tokens=64, dropped_tokens=32))["saves"]
+    assert lost.says.startswith("32 tokens that a TensorCache was given")
     reasons = {"dropped_blocks_no_room": 2, "dropped_blocks_too_slow": 3}
     one = hits_found(replica(**ASKED, dropped_blocks=5, **reasons))["saves"]
     assert "connector.saves_max" in one.fix
