@@ -107,8 +107,8 @@ def _report(found: dict[str, Any], *, as_list: bool) -> Iterator[RenderableType]
 
 
 _MORE_ROOM = (
-    "Raise arena.capacity, or give the tier a disk (nvme.dir); `kvray replay` shows what more"
-    " memory would gain."
+    "Raise arena.capacity, or give the tier a disk (nvme.dir), which keeps most with"
+    " nvme.admission: all; `kvray replay` shows what more memory would gain."
 )
 WAYS = {
     "host": "in the node's memory already",

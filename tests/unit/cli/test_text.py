@@ -39,6 +39,7 @@ def test_a_request_is_told_range_by_range_and_in_a_sentence():
         "160 of 320 tokens were hits",
         "144 were missed because they were stored, and had left the tier",
         "Raise arena.capacity",
+        "nvme.admission: all",
     ):
         assert words in text
 
