@@ -84,6 +84,8 @@ def test_the_dashboard_begins_with_large_figures_and_panels_are_told_apart_and_h
     shown = [panel for panel in PANELS if panel["type"] != "row"]
     assert all(panel["fieldConfig"]["defaults"]["unit"] for panel in shown)
     assert len({panel["id"] for panel in PANELS}) == len(PANELS)
+    (time,) = [panel for panel in shown if panel["title"].startswith("Share of its time")]
+    assert "by (replica)" not in time["targets"][0]["expr"], "each rank may have a leader"
     for panel in PANELS:
         letters = [target["refId"] for target in panel.get("targets", [])]
         assert len(set(letters)) == len(letters), panel["title"]
