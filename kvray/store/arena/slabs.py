@@ -65,8 +65,12 @@ def serving(tables: Tables) -> Array:
 
 def serve(tables: Tables, slabs: Array, block_bytes: "int | Array") -> None:
     """Have `slabs` serve a block size; 0: make them spare."""
-    check = np.asarray(block_bytes, dtype=np.uint64) * np.array([SIZE_FACTOR], dtype=np.uint64)
-    tables.put(slabs, slab_block_bytes=block_bytes, slab_check=check)
+    tables.put(slabs, slab_block_bytes=block_bytes, slab_check=_check(block_bytes))
+
+
+def _check(block_bytes: "int | Array") -> Array:
+    checks: Array = np.asarray(block_bytes, np.uint64) * np.array([SIZE_FACTOR], np.uint64)
+    return checks
 
 
 def num_possible(tables: Tables, block_bytes: int) -> int:
@@ -87,14 +91,15 @@ def free_slots(tables: Tables, block_bytes: int, count: int) -> Array:
     They are the smallest run in the emptiest slab that has them all, or else the longest runs of
     the emptiest slabs.
     """
-    num_free: Array = tables.slab_free * (tables.slab_block_bytes == block_bytes)
+    # A flipped bit makes no other slab's check this one: its slots lie across the blocks there.
+    num_free: Array = tables.slab_free * (tables.slab_check == _check(block_bytes))
     emptiest = int(num_free.argmax())
     if num_free[emptiest] >= count > 0:
         # Bytes are searched by one call, where arrays take a dozen.
         each = usable(tables, block_bytes)
-        if num_free[emptiest] == each:
-            return tables.geometry.slots_from(emptiest, 0, count)
         states = _by_slab(tables)[emptiest].tobytes()[:each]
+        if states.count(FREE) == each:  # a count in the tables may be damaged
+            return tables.geometry.slots_from(emptiest, 0, count)
         runs = [run.span() for run in re.finditer(b"%b{%d,}" % (_FREE, count), states)]
         if runs:
             start = min(runs, key=lambda run: run[1] - run[0])[0]
@@ -118,7 +123,7 @@ def num_available(tables: Tables, block_bytes: int) -> int:
 
 def num_spare(tables: Tables) -> int:
     """Return the number of slabs that serve no block size."""
-    return int(np.count_nonzero(tables.slab_block_bytes == 0))
+    return int(np.count_nonzero(tables.slab_check == 0))
 
 
 def free_bytes(tables: Tables) -> int:
@@ -142,7 +147,7 @@ def shortfall(tables: Tables, block_bytes: int, free_target: float) -> int:
 
 def take_spare(tables: Tables, count: int, block_bytes: int) -> None:
     """Give `block_bytes` the spare slabs that `count` blocks need beside its FREE slots."""
-    spare = np.flatnonzero(tables.slab_block_bytes == 0)
+    spare = np.flatnonzero(tables.slab_check == 0)
     missing = count - (
         num_available(tables, block_bytes) - len(spare) * usable(tables, block_bytes)
     )

@@ -225,6 +225,33 @@ def test_a_write_goes_on_beside_a_flipped_bit_of_its_slabs_size(arena):
     assert served(arena, KEYS[:3], block_bytes=SIZE) == 3
 
 
+def test_a_slab_that_only_looks_spare_is_given_to_no_other_size(arena):
+    store(arena, KEYS[:1], block_bytes=4 * SLOT)
+    held = leased(arena, KEYS)
+    arena.tables.slab_block_bytes[0] ^= np.uint64(4 * SLOT)  # leaves 0
+    store(arena, chain(7, seed="x"))
+    assert fetch(arena, KEYS, held, block_bytes=4 * SLOT)
+    ArenaOwner(arena).audit()
+
+
+def test_a_slab_whose_size_only_looks_right_is_given_to_no_other_size(arena):
+    store(arena, KEYS[:1], block_bytes=4 * SLOT)
+    held = leased(arena, KEYS)
+    arena.tables.slab_block_bytes[0] ^= np.uint64(SLOT)
+    store(arena, chain(1, seed="x"), block_bytes=5 * SLOT)
+    assert fetch(arena, KEYS, held, block_bytes=4 * SLOT)
+    ArenaOwner(arena).audit()
+
+
+def test_a_damaged_count_gives_no_slot_away(arena):
+    store(arena, chain(8))
+    held = leased(arena, chain(8))
+    arena.tables.slab_free[0] ^= 8
+    store(arena, chain(8, seed="x"))
+    assert fetch(arena, chain(8), held)
+    ArenaOwner(arena).audit()
+
+
 def test_of_slots_with_one_key_the_oldest_stays_and_only_idle_ones_are_freed(tables):
     keys, copies = chain(2), chain(2, seed="x")
     oldest = put(tables, keys)
