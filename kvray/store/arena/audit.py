@@ -160,7 +160,7 @@ def rebuild(tables: Tables, *, now: float) -> int:
     that dies in here leaves the same truth to the next. Returns how many slots were given up.
     """
     tables.undo.tear()
-    _free_invalid(tables)
+    _free_invalid(tables, now)
     slabs.recount(tables)
     drop_invalid_leases(tables)
     tables.slot_leases[tables.backed] = lease.count_leases(tables)
@@ -187,8 +187,8 @@ def rebuild(tables: Tables, *, now: float) -> int:
     return int(np.count_nonzero(lost))
 
 
-def _free_invalid(tables: Tables) -> None:
-    """Free the slots whose state cannot be right: nobody can have them."""
+def _free_invalid(tables: Tables, now: float) -> None:
+    """Take the slots whose state cannot be right out of use."""
     every_slab, writer = np.arange(tables.geometry.num_slabs), tables.slot_holder[tables.backed]
     sizes = tables.sizes_of(every_slab)
     sizes[sizes > tables.geometry.slab_bytes] = 0
@@ -198,7 +198,9 @@ def _free_invalid(tables: Tables) -> None:
         if not slabs.has_rows(tables, size):
             slabs.serve(tables, every_slab[sizes == size], 0)
     everything = np.arange(tables.num_backed)
-    tables.slot_state[everything[has_wrong_state(tables, everything)]] = FREE
+    for state in (LIMBO, FREE):  # FREE outside of a slab; inside somebody may still write there
+        wrong = has_wrong_state(tables, everything)
+        tables.slot_since[everything[wrong]], tables.slot_state[everything[wrong]] = now, state
 
 
 def drop_invalid_leases(tables: Tables) -> None:

@@ -252,6 +252,14 @@ def test_a_damaged_count_gives_no_slot_away(arena):
     ArenaOwner(arena).audit()
 
 
+@pytest.mark.parametrize(("column", "value"), [("slot_holder", 0), ("slot_state", 33)])
+def test_a_slot_that_has_lost_its_writer_is_given_to_nobody_at_once(arena, column, value):
+    made = reserved(arena, KEYS)
+    getattr(arena.tables, column)[made.slots[2]] = value
+    assert "states" in ArenaOwner(arena).audit()
+    assert arena.tables.slot_state[made.slots[2]] == LIMBO
+
+
 def test_of_slots_with_one_key_the_oldest_stays_and_only_idle_ones_are_freed(tables):
     keys, copies = chain(2), chain(2, seed="x")
     oldest = put(tables, keys)
