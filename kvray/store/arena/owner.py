@@ -189,12 +189,16 @@ class ArenaOwner:
             return int(np.count_nonzero(same))
 
     def clear(self) -> int:
-        """Evict every block that nobody leases; return how many. ShardUnavailable: no lock."""
-        everything = np.arange(self._tables.num_backed)
-        cleared = 0
+        """Evict every block that nobody leases; return how many. ShardUnavailable: no lock.
+
+        What is stored meanwhile stays: where engines go on it would never end.
+        """
+        tables, cleared = self._tables, 0
+        began = tables.counts.tick
         while True:
             # The search among all slots is done outside: the lock is kept for a moment only.
-            found = eviction.choose_victims(self._tables, len(everything), within=everything)
+            here = np.flatnonzero(tables.slot_number[tables.backed] <= began)
+            found = eviction.choose_victims(tables, len(here), within=here)
             before = cleared
             for start in range(0, len(found), EVICT_BATCH):
                 batch = found[start : start + EVICT_BATCH]

@@ -269,6 +269,21 @@ def test_what_was_stored_in_the_place_of_what_the_owner_chose_is_not_evicted(are
     assert served(arena, new) == 16
 
 
+def test_a_clear_ends_although_others_go_on_storing(arena, monkeypatch):
+    owner, choose, coming = ArenaOwner(arena), eviction.choose_victims, iter("abcdefgh")
+    store(arena, chain(20))
+
+    def choose_slowly(*args: Any, **options: Any) -> Array:
+        found = choose(*args, **options)
+        if (seed := next(coming, None)) is not None:
+            store(arena, chain(1, seed=seed))
+        return found
+
+    monkeypatch.setattr(eviction, "choose_victims", choose_slowly)
+    assert owner.clear() == 20
+    assert next(coming, None) is not None, "it was not kept busy to the end"
+
+
 def test_a_search_that_had_to_wait_for_a_core_puts_off_no_other(arena, monkeypatch):
     owner, choose = ArenaOwner(arena), eviction.choose_victims
 
