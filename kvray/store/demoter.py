@@ -350,6 +350,8 @@ class Promoter:
         self._arena = arena
         self._store = store
         self._promoted = promoted
+        self._to_return: dict[int, Reservation] = {}
+        """By number: slots that go back as soon as the arena's lock can be had."""
         self.num_pieces = 0
         """Reads that have ended, well or not: the count stands still if the device hangs."""
 
@@ -409,7 +411,11 @@ class Promoter:
         finally:
             self.num_pieces += 1
             # A slot that is READY by now has left the reservation.
-            self._arena.abort(made)
+            self._to_return[made.number] = made
+            for one in tuple(self._to_return.values()):
+                if not self._arena.abort(one):
+                    break
+                self._to_return.pop(one.number, None)
         self._promoted(good.slots, found[made.rows][valid])
         return len(good.slots)
 

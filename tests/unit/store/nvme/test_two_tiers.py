@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey, head_number
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import key_index
@@ -128,6 +129,22 @@ def test_a_damaged_block_ends_what_is_promoted(arena, below):
     assert served(arena, keys) == 5
     assert arena.stats()["blocks"] <= 11
     assert not (arena.tables.slot_state == 1).any(), "no slot stays reserved"
+
+
+def test_slots_that_a_locked_arena_did_not_take_back_are_given_back_later(
+    arena, below, monkeypatch
+):
+    keys = chain(4)
+    flushed(arena, below, keys)
+    promoter = Promoter(arena, below, lambda copies, slots: None)
+    place: dict[str, Any] = {"parent": None, "depth": 0, "part": 0, "needs_parent": False}
+    with monkeypatch.context() as locked:
+        for name in ("commit", "abort"):
+            locked.setattr(arena, name, lambda *args, **options: False)
+        with pytest.raises(ShardUnavailable, match="stays locked"):
+            promoter.promote(keys, **place, deadline=FOREVER)
+    promoter.promote(keys, **place, deadline=FOREVER)
+    assert promoter.promote(keys, **place, deadline=FOREVER).num_blocks == 4
 
 
 def test_a_refused_block_is_asked_about_when_used_again_and_a_written_one_is_not(arena, below):
