@@ -99,7 +99,7 @@ class Retention:
 
     def admits(self, slots: Array) -> Array:
         """Return a mask of the arena's blocks that are worth their write to the tier below."""
-        names = self._arena.tables.slot_key[slots, 0].view(np.int64)
+        names = key_index.words_in(self._arena.tables, slots).view(np.int64)  # of part and key
         now = time.monotonic()
         with self._lock:
             admitted = self._admission.admits(slots, names, now=now)

@@ -1,6 +1,6 @@
 """Decides which blocks leaving the host tier are written to disk: most are never used again."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,6 +24,10 @@ class Admission(Protocol):
 
     def stored(self, use: Use) -> None:
         """Note an event as `Policy.stored` does."""
+        return
+
+    def copied(self, slots: Array, source: Any, theirs: Array) -> None:
+        """Note an event as `Policy.copied` does; the source is this one."""
         return
 
     def admits(self, slots: Array, names: Array, *, now: float) -> Array:
@@ -57,6 +61,9 @@ class Twice(Admission):
     def stored(self, use: Use) -> None:
         self._was_found[use.slots] = False
 
+    def copied(self, slots: Array, source: Any, theirs: Array) -> None:
+        self._was_found[slots] = self._was_found[theirs]
+
     def admits(self, slots: Array, names: Array, *, now: float) -> Array:
         admitted: Array = self._was_found[slots]
         admitted |= np.array([name in self._ghosts for name in names.tolist()], dtype=bool)
@@ -83,6 +90,10 @@ class Likely(Admission):
     def stored(self, use: Use) -> None:
         if self._is_own:
             self._learner.stored(use)
+
+    def copied(self, slots: Array, source: Any, theirs: Array) -> None:
+        if self._is_own:
+            self._learner.copied(slots, self._learner, theirs)
 
     def admits(self, slots: Array, names: Array, *, now: float) -> Array:
         admitted: Array = self._learner.chance(slots, now=now) >= _LIKELY

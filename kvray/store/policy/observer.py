@@ -5,7 +5,7 @@ that got the same one since the last look belong to one prompt. So writers and r
 and pay nothing. Of two uses between two looks only the later is seen.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -97,7 +97,7 @@ class Observer:
             use = Use(slots[run], rows.name[run], depth, depth + len(run), now, parent)
             for one in (policy, *others):
                 (one.stored if is_stored else one.used)(use)
-        self._copy_to_other_parts(policy, slots[is_new | is_used])
+        self._copy_to_other_parts((policy, *others), slots[is_new | is_used])
         return Seen(slots[is_new], slots[is_used])
 
     def has_seen(self, slots: Array) -> Array:
@@ -148,7 +148,7 @@ class Observer:
             is_first |= mine & (rows.part == min(parts))
         return is_first
 
-    def _copy_to_other_parts(self, policy: Policy, slots: Array) -> None:
+    def _copy_to_other_parts(self, observers: Sequence[Policy | Admission], slots: Array) -> None:
         """Copy the facts of blocks' first part to their other parts."""
         tables = self._tables()
         namespaces = tables.slot_namespace[slots]
@@ -163,7 +163,8 @@ class Observer:
             for part in others:
                 copies = key_index.find(tables, keys, part)
                 both = (theirs >= 0) & (copies >= 0)
-                policy.copied(copies[both], policy, theirs[both])
+                for one in observers:
+                    one.copied(copies[both], one, theirs[both])
 
 
 def _low(numbers: Array) -> Array:

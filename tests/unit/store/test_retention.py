@@ -1,6 +1,8 @@
 """What a shard knows of its blocks: which stay, which are copies, and why some have left."""
 
 import time
+from itertools import product
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -8,14 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvray.identity.block import BlockKey
-from kvray.store import Arena, ArenaOwner, block_history
+from kvray.store import Arena, ArenaOwner, PartRequest, block_history
 from kvray.store.arena import key_index
 from kvray.store.arena.tables import Array
 from kvray.store.block_history import AHEAD, CAUSES, CLEARED, HOST, NVME, WRITER, BlockHistory
 from kvray.store.copies import FRESH_S, CopyMarks, are_extra
 from kvray.store.policy import POLICIES
 from kvray.store.retention import Retention, UseCounts, hot_prefixes
-from tests.unit.store.small_arena import SLOT, chain, make_tables, put, served, store, victims
+from tests.unit.store.small_arena import (
+    SLOT,
+    chain,
+    leased_for,
+    make_tables,
+    put,
+    served,
+    store,
+    victims,
+)
+
+BOTH = [[PartRequest(0), PartRequest(1)]]
 
 
 def slots_of(arena: Arena, keys: list[BlockKey]) -> Array:
@@ -64,6 +77,24 @@ def test_what_was_found_once_is_worth_its_write(arena):
     retention.observe()
     assert retention.admits(slots_of(arena, twice)).all()
     assert not retention.admits(slots_of(arena, once)).any()
+
+
+@pytest.mark.parametrize("admission", ["twice", "likely"])
+def test_what_is_worth_its_write_is_so_in_all_its_parts(arena, admission, monkeypatch):
+    clock, hot = Mock(), chain(4, seed="hot")
+    monkeypatch.setattr("kvray.store.retention.time", clock)
+    retention = Retention(arena, "lru", admission)
+    for turn in range(150):
+        clock.monotonic.return_value = 10.0 * turn
+        cold = chain(4, seed=str(turn))
+        for keys, part in product((hot, cold), (0, 1)):
+            store(arena, keys, part=part)
+        assert arena.release(*leased_for(arena, hot, BOTH).leases)
+        retention.observe()
+    for keys, is_worth_it in ((hot, True), (cold, False)):
+        for part in (0, 1):
+            slots = key_index.find(arena.tables, key_index.pack_keys(keys), part)
+            assert retention.admits(slots).tolist() == 4 * [is_worth_it]
 
 
 # -- extra copies ---------------------------------------------------------------------------------
