@@ -20,7 +20,7 @@ from kvray.errors import CapacityError, ShardUnavailable
 from kvray.identity.block import BlockKey
 from kvray.store.arena import key_index, slabs
 from kvray.store.arena.arena import Arena
-from kvray.store.arena.eviction import choose_victims
+from kvray.store.arena.eviction import choose_beyond_quotas, choose_victims
 from kvray.store.arena.layout import NO_SLOTS, READY
 from kvray.store.arena.lease import Lease
 from kvray.store.arena.payload import runs
@@ -71,7 +71,7 @@ class Demoter:
         budget: WriteBudget,
         retention: Retention,
     ) -> None:
-        """Demote the blocks above `high_watermark`, a share of the slots of the joined `arena`.
+        """Demote the blocks above `high_watermark`, a share of `arena` and of each quota.
 
         `retention` says which blocks go next from either tier, and which are worth a write.
         """
@@ -99,13 +99,18 @@ class Demoter:
             ShardUnavailable: arena or store were closed.
         """
         self._release()
-        tables = self._arena.tables
+        tables, share, rank = self._arena.tables, self._high_watermark, self._retention.rank
+        beyond = choose_beyond_quotas(tables, tables.num_backed, rank, share=share)
         for size in slabs.block_sizes(tables):
+            if size in self._is_full_for:
+                continue
+            if written := self._demote(beyond[tables.block_bytes(beyond) == size], size):
+                return written
             most = slabs.num_possible(tables, size)
-            above = most - slabs.num_available(tables, size) - int(self._high_watermark * most)
-            if above > 0 and size not in self._is_full_for:
+            above = most - slabs.num_available(tables, size) - int(share * most)
+            if above > 0:
                 within = slabs.slots_of(tables, size)
-                going = choose_victims(tables, above, within=within, rank=self._retention.rank)
+                going = choose_victims(tables, above, within=within, rank=rank)
                 if written := self._demote(going, size):
                     return written
         return 0
@@ -163,6 +168,8 @@ class Demoter:
         if len(affordable) < len(new):
             self.counts.postponed_rounds += 1
         new, written = affordable, 0
+        if not len(new):
+            return 0
         try:
             for paths in self._by_batch(paths_to(tables, new, self._is_below)):
                 now_there = self._write(paths)

@@ -43,9 +43,11 @@ def choose_victims(
     return _first(tables, fit, (ranks, classes), count, protect)
 
 
-def choose_beyond_quotas(tables: Tables, most: int, rank: Rank | None = None) -> Array:
-    """Return up to `most` slots, in order, of namespaces that are over their quotas."""
-    over = quotas.excess(tables)
+def choose_beyond_quotas(
+    tables: Tables, most: int, rank: Rank | None = None, *, share: float = 1.0
+) -> Array:
+    """Return up to `most` slots, in order, of namespaces over a `share` of their quotas."""
+    over = quotas.excess(tables, share)
     if not over:
         return NO_SLOTS
     fit = np.flatnonzero(is_fit(tables, np.arange(tables.num_backed)))

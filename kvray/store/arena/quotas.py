@@ -72,15 +72,15 @@ def used(tables: Tables) -> dict[int, tuple[int, int]]:
     return found | dict(zip(names.tolist(), pairs, strict=True))
 
 
-def excess(tables: Tables) -> dict[int, int]:
-    """Return, for namespaces over their quotas, by how many bytes they are."""
+def excess(tables: Tables, share: float = 1.0) -> dict[int, int]:
+    """Return, for namespaces over a share of their quotas, by how many bytes they are."""
     if not tables.quota_bytes.any():
         return {}
     over = {}
     for namespace, (_, num_bytes) in used(tables).items():
         quota = quota_of(tables, namespace)
-        if quota is not None and num_bytes > quota:
-            over[namespace] = num_bytes - quota
+        if quota is not None and (beyond := num_bytes - int(share * quota)) > 0:
+            over[namespace] = beyond
     return over
 
 

@@ -110,6 +110,17 @@ def test_what_goes_next_is_written_above_the_watermark_with_ancestors_and_stays(
     assert arena.stats()["leased_blocks"] == 0
 
 
+def test_what_a_quota_will_drive_out_of_a_half_empty_arena_is_written_before(arena, below):
+    ArenaOwner(arena, {"": 20 * SLOT}).adopt()
+    store(arena, chain(9), namespace=1)
+    demoter = demoter_of(arena, below)
+    assert demoter.demote_ahead() == 0, "it has half of its quota"
+    store(arena, chain(9, seed="x"), namespace=1)
+    assert demoter.demote_ahead() == 9
+    assert present(below, chain(9)) == 9, "it goes first"
+    assert demoter.demote_ahead() == 0
+
+
 def test_a_prefix_is_promoted_up_to_its_first_gap_but_for_what_is_here(arena, below):
     keys = chain(30)
     flushed(arena, below, keys)
