@@ -1,6 +1,7 @@
 """Read leases that a mover holds for movers of other nodes, and what it sends from them."""
 
 import itertools
+import secrets
 import threading
 import time
 from collections import Counter
@@ -68,7 +69,8 @@ class ReadLeases:
         self._grants: dict[int, _Grant] = {}
         self._late: list[Lease] = []
         """Leases that are over, but for an arena that was busy."""
-        self._tokens = itertools.count(1)
+        # At random: a mover that is started again must not know the tokens of the one before.
+        self._tokens = itertools.count(1 + secrets.randbits(62))
         self._lock = threading.Lock()
         self.sent_bytes: Counter[str] = Counter()
         """Bytes sent, by transport."""

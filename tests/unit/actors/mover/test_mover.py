@@ -423,6 +423,17 @@ def test_a_read_lease_ends_unless_sends_renew_it(make_node, target, given_s, ask
         source.mover.send(_nothing(lease.token))
 
 
+def test_a_mover_that_was_started_again_sends_nothing_for_a_lease_from_before(
+    source, target, make_node, keys
+):
+    before = source.mover.lease(_request(target, keys)).token
+    source.mover.stop()
+    source.start()
+    source.mover.lease(_request(make_node("c"), keys))
+    with pytest.raises(LeaseExpired):  # else its blocks went to the other node
+        source.mover.send(_nothing(before))
+
+
 def test_read_leases_are_bounded(source, target):
     for _ in range(READ_LEASES_MAX):
         source.mover.lease(_request(target, []))
