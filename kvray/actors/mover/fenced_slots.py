@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from kvray.errors import CapacityError, LeaseExpired, TransportUnavailable
+from kvray.errors import CapacityError, LeaseExpired, TransferError, TransportUnavailable
 from kvray.store import Arena, Reservation
 from kvray.transport import Transport
 
@@ -55,29 +55,38 @@ class FencedSlots:
                 )
             return self.incarnation, self._transport.address
 
+    def is_current(self, incarnation: int) -> bool:
+        """Return whether that is the incarnation now, and its end is not about to come."""
+        with self._lock:
+            return incarnation == self.incarnation and not self._is_renewing
+
     @contextmanager
     def transfer(self, incarnation: int, *reservations: Reservation) -> Iterator[None]:
         """Have reserved slots written during the `with` block; fence them if that fails.
 
         Slots are aborted if the source says that it sent nothing. `incarnation` is the one whose
-        address the source has; once it has ended, this raises TransportUnavailable.
+        address the source has; once it has ended, this raises TransportUnavailable: the renewal
+        fails what is under way, which says nothing of source or transport.
         """
+        renewed = TransportUnavailable(
+            f"The transport {self._transport.name} was renewed meanwhile; ask again."
+        )
         with self._lock:
-            is_current = incarnation == self.incarnation and not self._is_renewing
+            is_current = self.is_current(incarnation)
             self._num_transfers += is_current
         if not is_current:
             self.give_back(*reservations)
-            raise TransportUnavailable(
-                f"The transport {self._transport.name} was renewed meanwhile; ask again."
-            )
+            raise renewed
         try:
             yield
         except _NOTHING_SENT:
             self.give_back(*reservations)
             raise
-        except BaseException:
+        except BaseException as error:
             for one in reservations:
                 self.add(one, incarnation)
+            if isinstance(error, TransferError) and not self.is_current(incarnation):
+                raise renewed from None
             raise
         finally:
             with self._lock:

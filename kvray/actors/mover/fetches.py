@@ -314,14 +314,13 @@ class Fetches:
         fenced, incarnation = self._fenced[transport], source.incarnations[transport]
         with source.lock:
             source.began_at = source.began_at or time.monotonic()
-        with fenced.transfer(incarnation, *reservations):
-            try:
+        try:
+            with fenced.transfer(incarnation, *reservations):
                 yield
-            except KVRayError as error:
-                # A renewed end fails all that was sent to it, which says nothing of the transport.
-                if is_link_error(error) and incarnation == fenced.incarnation:
-                    source.link_error = transport, str(error)
-                raise
+        except KVRayError as error:
+            if is_link_error(error):
+                source.link_error = transport, str(error)
+            raise
 
     def _receive(self, transport: Transport, parcel: Any, *pieces: Piece) -> None:
         """Put the blocks of some pieces in place, which one parcel has brought."""

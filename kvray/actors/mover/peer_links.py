@@ -242,10 +242,8 @@ class PeerLinks:
                     peer.due_at = self._now() + self._pause(peer.misses)
                     peer.links[chosen].retry_at = peer.due_at  # if it is left out
             # A renewed end fails all that was sent to it, which says nothing of the transport.
-            is_current = (
-                chosen in targets and targets[chosen][0] == self._fenced[chosen].incarnation
-            )
-            if is_link_error(error) and is_current:
+            sent_to, _ = targets.get(chosen, (-1, b""))
+            if is_link_error(error) and self._fenced[chosen].is_current(sent_to):
                 self.fail(name, chosen, str(error), is_handshake=True)
         else:
             self.succeed(name, chosen, targets[chosen][0], is_handshake=True)

@@ -360,6 +360,33 @@ def test_an_end_that_is_being_renewed_holds_nobody_up(source, target, keys, monk
     wait_for(lambda: target.fetch(span("a", keys)).here == (10,))
 
 
+def test_a_source_is_not_to_blame_for_a_renewal(source, target, keys, monkeypatch):
+    may_go_on, make_agent = threading.Event(), nixl._Agent
+    inbound, send = target.mover._attached.transports["nixl"], nixl.NixlTransport.send
+
+    def slow(*args: Any, **options: Any) -> Any:  # as where much memory is registered
+        assert may_go_on.wait(60)
+        return make_agent(*args, **options)
+
+    def cut(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(nixl, "_Agent", slow)
+        fenced = target.mover._attached.fenced["nixl"]
+        fenced.add(target.arena.reserve(chain(1, seed="doubt"), **ROOT), fenced.incarnation)
+        wait_for(lambda: inbound._inbound is None)
+        return send(*args, **options)
+
+    target.mover.connect(["a"])
+    wait_for(lambda: target.mover._attached.links._peers["a"].last)
+    monkeypatch.setattr("kvray.actors.mover.fenced_slots.PATIENCE_S", 0.0)
+    monkeypatch.setattr(nixl.NixlTransport, "send", cut)
+    try:
+        report = target.fetch(span("a", keys))
+    finally:
+        may_go_on.set()
+    assert (report.here, report.sources["a"].error) == ((0,), "TransportUnavailable")
+    assert target.mover.status()["failing_links"] == []
+
+
 def test_mover_waits_for_an_arena(directory):
     mover = Mover("m", directory, SETTINGS, Movers({}), lock_wait_s=0.5)
     mover.start()
