@@ -83,7 +83,7 @@ class ReadLeases:
 
         The asker has reserved slots for those and named targets for its best transport. A group of
         other blocks than it expected is leased only, as are all if another transport is the best
-        that both have. A lease of which nothing is left to send has ended.
+        that both have. A lease of which nothing is left to send or to copy has ended.
 
         Raises:
             CapacityError: there are too many read leases, or the arena is busy or retired.
@@ -133,7 +133,8 @@ class ReadLeases:
         except BaseException:
             self.release(token)
             raise
-        if len(blocks) and len(blocks) == len(slots):
+        # What a parcel has is copied from here after this call.
+        if len(blocks) and len(blocks) == len(slots) and parcel is None:
             self.release(token)
             token = 0
         return ReadLease(token=token, transport=transport, groups=tuple(described), parcel=parcel)

@@ -475,6 +475,24 @@ def test_transport_is_the_first_of_the_asker_that_both_have(source, target):
         source.mover.lease(_request(target, [], addresses={"pigeons": b""}))
 
 
+def test_blocks_stay_until_ray_has_copied_them(make_node, monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)  # its transport needs no more here
+    source, target = (make_node(name, transports=("object_ref",)) for name in "ab")
+    keys, lease = chain(10), source.mover.lease
+    store(source.arena, keys)
+
+    def slow(request: LeaseRequest) -> Any:  # Ray copies what a method has returned
+        answer = lease(request)
+        ArenaOwner(source.arena).clear()
+        store(source.arena, chain(100, seed="others"))
+        return answer
+
+    monkeypatch.setattr(source.mover, "lease", slow)
+    report = target.fetch(span("a", keys, **EXPECTED))
+    assert (report.here, report.sources["a"].corrupt) == ((10,), 0)
+    assert source.num_leases == 0
+
+
 def _nothing(token: int) -> SendOrder:
     return SendOrder(token=token, blocks=b"", targets=b"", timeout_s=1.0)
 
