@@ -279,8 +279,10 @@ class Fetches:
         in_flight = self._in_flight[source.lease.transport]
         while (piece := source.take()) is not None:
             with source.failing():
+                # One that the deadline cuts off has this node's end renewed, which ends all others.
+                takes_s = source.pace.seconds and source.pace.seconds + _MARGIN_S
                 try:
-                    in_flight.enter(piece.num_bytes, deadline)
+                    in_flight.enter(piece.num_bytes, deadline - takes_s)
                 except CapacityError:  # nothing was sent
                     self._abort([piece])
                     raise

@@ -56,6 +56,8 @@ class Pace:
         """Start with a size that suits any link; `most_bytes` is the transport's own bound."""
         self._most_bytes = most_bytes
         self._bytes = min(FIRST_BYTES, most_bytes)
+        self.seconds = 0.0
+        """What the last piece took."""
 
     def step(self, left_bytes: int) -> int:
         """Return the bytes of the next piece when `left_bytes` are left."""
@@ -63,6 +65,7 @@ class Pace:
 
     def note(self, num_bytes: int, seconds: float) -> None:
         """Adapt to the time that a piece took."""
+        self.seconds = seconds
         fitting = int(num_bytes * _PIECE_S / max(seconds, 1e-6))
         self._bytes = min(self._most_bytes, max(_LEAST_BYTES, fitting))
 

@@ -72,6 +72,24 @@ def test_over_a_slow_link_everything_comes(make_node, monkeypatch, block_bytes, 
     wait_for(lambda: target.fetch(asked, deadline_s=60.0).here == (len(keys),))
 
 
+def test_no_piece_is_begun_that_the_deadline_would_cut_off(source, target, keys, monkeypatch):
+    monkeypatch.setattr("kvray.actors.mover.source.FIRST_BYTES", SLOT)
+    transport = source.mover._attached.transports["nixl"]
+    send = transport.send
+
+    def slow(*args: Any, timeout_s: float) -> None:
+        if timeout_s < 1.2:
+            raise TransferTimeout("A push did not end in time.")
+        send(*args, timeout_s=timeout_s)
+        time.sleep(1.2)
+
+    monkeypatch.setattr(transport, "send", slow)
+    report = target.fetch(span("a", keys), deadline_s=2.0)
+    # Else this node's end is renewed, which cuts off what others send.
+    assert (report.here, report.sources["a"].error) == ((1,), "CapacityError")
+    assert target.mover.status()["fenced_slots_total"] == 0
+
+
 def hold(arena: Arena, seconds: float) -> None:
     """Have another thread keep the arena's lock."""
     is_busy = threading.Event()
