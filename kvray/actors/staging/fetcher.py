@@ -188,6 +188,8 @@ class Fetcher:
                     await self._order(fetch, nvme.promote, until)
                 return
             async with self._room:
+                if time.monotonic() < until:  # its whole time: no source is to blame for the wait
+                    until = time.monotonic() + self._deadline_s
                 await self._order(fetch, self._peers.fetch, until)
                 if await self._promote_at_sources(fetch, until):
                     await self._order(fetch, self._peers.fetch, until)

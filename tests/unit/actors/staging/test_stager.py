@@ -267,6 +267,18 @@ async def test_a_mover_of_its_own_that_is_frozen_is_found_out_before_the_deadlin
     assert ("kvray-mover-a", "ping") in full.calls
 
 
+async def test_a_fetch_that_waited_for_its_turn_has_its_whole_time(slow, stager):
+    prompts = [chain(2, seed=str(one)) for one in range(SETTINGS.fetches_max + 1)]
+    for keys in prompts:
+        store(slow["b"].arena, keys)
+    stages = [stage(stager, keys) for keys in prompts]
+    await asyncio.sleep(0.6 * SETTINGS.deadline_s)
+    slow.may_move.set()
+    await asyncio.wait(stages)
+    # Else its sources count as silent, for want of time.
+    assert slow.orders[-1].deadline_s > 0.8 * SETTINGS.deadline_s
+
+
 async def test_a_disk_that_hangs_leaves_places_for_what_others_have(full, stager, monkeypatch):
     monkeypatch.setattr(stager_module, "_STAGES_MAX", 8)
     monkeypatch.setattr(stager._fetcher, "_waiting_max", 4)
