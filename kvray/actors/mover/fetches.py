@@ -113,6 +113,10 @@ class Fetches:
         self._reserve_ahead(order, sources, seconds)
         _at_once([partial(self._begin, one, order, deadline) for one in sources.values()])
         self._reserve(order, sources)
+        now = time.monotonic()
+        for one in sources.values():
+            if one.pieces:  # it has waited for the others since
+                one.began_at += now - one.leased_at
         _at_once(
             [
                 partial(self._run_lane, one, deadline)
@@ -188,7 +192,7 @@ class Fetches:
                     self._receive(self._transports[best], lease.parcel, *(one for one, _ in pieces))
         finally:
             self._in_flight[best].leave(num_bytes)
-        source.lease = lease
+        source.lease, source.leased_at = lease, time.monotonic()
         source.pace = Pace(most_bytes=self._transports[lease.transport].piece_bytes)
         for piece, unsent in pieces:
             self._give_back(unsent)

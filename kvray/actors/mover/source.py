@@ -87,6 +87,7 @@ class Source:
     pieces: deque[Piece] = field(default_factory=deque)
     """Those that no lane has taken yet."""
     began_at: float = 0.0
+    leased_at: float = 0.0
     ended_at: float = 0.0
     num_blocks: int = 0
     num_bytes: int = 0

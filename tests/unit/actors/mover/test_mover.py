@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from kvray.actors.mover.mover import READ_LEASES_MAX, Mover
 from kvray.actors.mover.orders import FetchOrder, LeaseGroup, LeaseRequest, SendOrder, Span
 from kvray.actors.mover.source import FIRST_BYTES, Pace
-from kvray.errors import CapacityError, LeaseExpired, TransferTimeout, TransportUnavailable
+from kvray.errors import (
+    CapacityError,
+    LeaseExpired,
+    ShardUnavailable,
+    TransferTimeout,
+    TransportUnavailable,
+)
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena import key_index
@@ -165,6 +171,17 @@ def test_what_is_here_or_written_by_somebody_else_is_not_fetched(source, target,
     target.arena.commit(made, target.arena.sums(made))
     again = target.fetch(span("a", keys))
     assert (again.here, again.sources) == ((10,), {})
+
+
+def test_a_source_is_not_slow_because_another_one_is_silent(source, target, keys):
+    def silent(*_: Any, timeout_s: float) -> Any:
+        time.sleep(2.0)
+        raise ShardUnavailable("It did not answer in time.")
+
+    target._peers["c"] = silent
+    report = target.fetch(span("a", keys), span("c", chain(1, seed="c")))
+    assert report.here == (10, 0)
+    assert 0 < report.sources["a"].seconds < 1.5
 
 
 def test_blocks_without_their_parent_are_left_out(source, target, keys):
