@@ -125,7 +125,10 @@ class Mover:
             self._thread.join(_JOIN_TIMEOUT_S)
         with self._lock:
             attached, self._attached = self._attached, None
+            is_fetching = self._fetching > 0
         if attached is not None:
+            if is_fetching:  # it may write to its slots after this
+                attached.arena.stay()
             attached.close()
 
     def fetch(self, *packed_order: Any) -> FetchReport:

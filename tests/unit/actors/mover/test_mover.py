@@ -447,6 +447,27 @@ def test_mover_that_was_stopped_holds_nothing(source, target, keys):
     assert source.fetch(span("b", keys)).sources["b"].error == "CapacityError"
 
 
+def test_slots_stay_reserved_while_a_fetch_of_a_stopped_mover_writes_them(make_node, monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)  # its transport needs no more here
+    source, target = (make_node(name, transports=("object_ref",)) for name in "ab")
+    keys, has_begun, may_go_on = chain(10), threading.Event(), threading.Event()
+    store(source.arena, keys)
+
+    def slow(*_: Any) -> None:
+        has_begun.set()
+        assert may_go_on.wait(60)
+
+    monkeypatch.setattr(target.mover._attached.transports["object_ref"], "receive", slow)
+    with ThreadPoolExecutor(1) as pool:
+        fetch = pool.submit(target.fetch, span("a", keys, **EXPECTED))
+        assert has_begun.wait(60)
+        target.mover.stop()
+        num_reserved = target.num_reserved
+        may_go_on.set()
+        fetch.exception(60)
+    assert num_reserved == 10, "until its process has ended"
+
+
 def _request(target: Node, keys: list[Any], **changes: Any) -> LeaseRequest:
     asked = {"lease_s": SETTINGS.lease_s, "addresses": _addresses(target), "timeout_s": 1.0}
     asked["groups"] = (LeaseGroup(part=0, keys=b"".join(keys)),)
