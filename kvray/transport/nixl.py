@@ -48,15 +48,14 @@ def choose_wires(environ: MutableMapping[str, str], drivers: Collection[str]) ->
     """Tell UCX what to use, before the first agent of the process makes it read that.
 
     Variables that `environ` has stay. `drivers` are from `rdma_drivers`. Without an RDMA device
-    nodes have only TCP between them. Where several nodes share a machine, UCX would also try shared
-    memory across their separation.
+    nodes have only TCP between them. Shared memory is never used: where two nodes share a machine,
+    a frozen sender that wakes writes by it, even to an agent that was destroyed meanwhile.
 
     A machine without EFA devices goes without UCX's module for them. The module loads the system's
     libefa, and with it a second libibverbs and libnl beside those of NIXL's wheel. When the process
     ends, one libnl frees what the other allocated, which is a segmentation fault.
     """
-    if not drivers:
-        environ.setdefault("UCX_TLS", "tcp")
+    environ.setdefault("UCX_TLS", "^shm" if drivers else "tcp")
     if "efa" not in drivers:
         environ.setdefault("UCX_MODULES", "^efa")
 

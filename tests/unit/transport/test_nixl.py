@@ -157,16 +157,16 @@ def test_node_without_nixl_says_what_to_install():
     assert done.stdout.startswith("{} NIXL is not installed; run `pip install"), done.stderr
 
 
-ALL_WIRES, NO_EFA = {"UCX_TLS": "tcp"}, {"UCX_MODULES": "^efa"}
+TCP, RDMA, NO_EFA = {"UCX_TLS": "tcp"}, {"UCX_TLS": "^shm"}, {"UCX_MODULES": "^efa"}
 GIVEN = {"UCX_TLS": "rc,tcp", "UCX_MODULES": "ib"}
 
 
 @pytest.mark.parametrize(
     ("given", "drivers", "chosen"),
     [
-        pytest.param({}, [], ALL_WIRES | NO_EFA, id="tcp where there is no RDMA"),
-        pytest.param({}, ["mlx5_core"], NO_EFA, id="no EFA module without a device"),
-        pytest.param({}, ["mlx5_core", "efa"], {}, id="all modules with one"),
+        pytest.param({}, [], TCP | NO_EFA, id="tcp where there is no RDMA"),
+        pytest.param({}, ["mlx5_core"], RDMA | NO_EFA, id="no EFA module without a device"),
+        pytest.param({}, ["mlx5_core", "efa"], RDMA, id="all modules with one"),
         pytest.param(GIVEN, [], GIVEN, id="what the environment says of UCX stands"),
     ],
 )
