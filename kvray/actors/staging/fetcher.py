@@ -208,8 +208,10 @@ class Fetcher:
         if left_s > 0:
             began = time.time()
             spans = _spans(fetch.prefix, fetch.steps)
-            fetch.report = await carry_out(FetchOrder(spans=spans, deadline_s=left_s))
-            self._note(fetch.report, began)
+            before = {} if fetch.report is None else fetch.report.sources
+            report = await carry_out(FetchOrder(spans=spans, deadline_s=left_s))
+            fetch.report = replace(report, sources=before | report.sources)
+            self._note(report, began)
 
     async def _promote_at_sources(self, fetch: Fetch, until: float) -> bool:
         """Have shards promote what their movers lacked; True: the movers are worth a new order."""

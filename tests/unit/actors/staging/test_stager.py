@@ -163,6 +163,26 @@ async def test_what_has_come_by_the_deadline_counts_and_is_told_with_its_source(
     assert staged.arrivals == ((20, "copy", "kvray-shard-b"),)
 
 
+async def test_what_came_before_a_disk_was_read_is_told_with_its_source_too(nodes, stager):
+    b, c = nodes["b"], nodes["c"]
+    store(b.arena, KEYS[:10])
+    runs = [Run(stop=10, holders={b.shard: 1}), Run(stop=20, holders={c.shard: 1})]
+    nodes.others["kvray-lookup.locate"] = lambda *_: runs
+    nodes.others[f"{c.shard}.promote"] = lambda *_: len(store(c.arena, KEYS).slots)
+
+    async def fetch(*order: Any) -> FetchReport:
+        asked = unpacked(*order)
+        if asked.spans and num_here(nodes["a"].arena, KEYS) == 10:  # as a mover, from c alone
+            found = await nodes.fetch(nodes["a"], replace(asked, spans=asked.spans[1:]))
+            return replace(found, here=(10, *found.here))
+        return await nodes.fetch(nodes["a"], asked)
+
+    nodes.others["kvray-mover-a.fetch"] = fetch
+    staged = await stage(stager)
+    assert staged.num_blocks == 20
+    assert [one[-1] for one in staged.arrivals] == [b.shard, c.shard]
+
+
 async def test_a_stage_that_is_late_before_it_knows_holders_brings_blocks_anyhow(full, stager):
     async def slowly(*keys: bytes) -> list[Run]:
         await asyncio.sleep(0.1)
