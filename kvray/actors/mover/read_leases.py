@@ -190,19 +190,22 @@ class ReadLeases:
     def _lease(self, request: LeaseRequest) -> list[Lease | None]:
         """Lease the leading blocks of each group that are here."""
         leases: list[Lease | None] = []
-        for group in request.groups:
-            held = self._arena.lease_for(
-                split_keys(group.keys),
-                [[PartRequest(group.part)]],
-                is_use=request.is_use,
-                wait_s=_BUSY_WAIT_S,
-            )
-            if held is None:
-                self._end(filter(None, leases))
-                raise CapacityError(
-                    "The arena of that node is busy, retired or has no room for another lease."
+        try:
+            for group in request.groups:
+                held = self._arena.lease_for(
+                    split_keys(group.keys),
+                    [[PartRequest(group.part)]],
+                    is_use=request.is_use,
+                    wait_s=_BUSY_WAIT_S,
                 )
-            leases += held.leases or (None,)
+                if held is None:
+                    raise CapacityError(
+                        "The arena of that node is busy, retired or has no room for another lease."
+                    )
+                leases += held.leases or (None,)
+        except BaseException:
+            self._end(filter(None, leases))
+            raise
         return leases
 
     def _describe(

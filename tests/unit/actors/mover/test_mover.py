@@ -15,6 +15,7 @@ from kvray.actors.mover.orders import FetchOrder, LeaseGroup, LeaseRequest, Send
 from kvray.actors.mover.source import FIRST_BYTES, Pace
 from kvray.errors import (
     CapacityError,
+    ConfigError,
     LeaseExpired,
     ShardUnavailable,
     TransferTimeout,
@@ -515,6 +516,13 @@ def test_a_mover_that_was_started_again_sends_nothing_for_a_lease_from_before(
     source.mover.lease(_request(make_node("c"), keys))
     with pytest.raises(LeaseExpired):  # else its blocks went to the other node
         source.mover.send(_nothing(before))
+
+
+def test_a_request_that_fails_half_way_leaves_no_lease(source, target, keys):
+    groups = (LeaseGroup(part=0, keys=b"".join(keys)), LeaseGroup(part=0, keys=b"no key"))
+    with pytest.raises(ConfigError):
+        source.mover.lease(_request(target, [], groups=groups))
+    assert source.num_leases == 0
 
 
 def test_read_leases_are_bounded(source, target):
