@@ -21,7 +21,9 @@ class NodeLink(NamedTuple):
     transport: str | None  # None: they cannot
     why: str
     bytes_per_s: float | None = None
-    """As measured lately; None: nothing has come over it yet."""
+    """As measured lately; None: nothing large has come over it yet."""
+    latency_s: float | None = None
+    """Of fetches that were not large."""
     breaker: str = "closed"
     error: str = ""
 
@@ -121,6 +123,8 @@ def node_links_table(links: list[NodeLink]) -> Table:
     )
     for link in links:
         rate = rate_text(link.bytes_per_s)
+        if not rate and link.latency_s:
+            rate = f"{1000 * link.latency_s:,.0f} ms"
         state = "" if link.breaker == "closed" else link.breaker
         why = f"{link.why}; last error: {link.error}" if link.error and state else link.why
         red = [Text(one, style="red") for one in ("none", state)]

@@ -321,6 +321,7 @@ class Peers:
                 "peer": name,
                 "transport": one.rate.transport or None,
                 "bytes_per_s": one.rate.bytes_per_s,
+                "latency_s": one.rate.latency_s or None,
                 "breaker": one.breaker.state(now),
                 "error": one.breaker.error,
             }

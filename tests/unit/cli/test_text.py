@@ -11,7 +11,7 @@ from kvray.cli import explain
 from kvray.cli.hits import History, replicas_table, source_shares
 from kvray.cli.ls import namespaces, namespaces_table, prefixes
 from kvray.cli.size import _report, make_figure, sizing_line
-from kvray.cli.transports import NodeLink, choose, node_links, slow_nodes
+from kvray.cli.transports import NodeLink, choose, node_links, node_links_table, slow_nodes
 from kvray.store.block_history import CAUSES as CAUSE_NAMES
 from kvray.trace.reasons import MISS_REASONS
 from tests.unit.actors.tier.test_sizing import node
@@ -194,9 +194,10 @@ def test_a_mover_that_does_not_serve_moves_nothing(end):
 def test_each_way_has_what_its_target_measured():
     peer = {"peer": "kvray-mover-a", "bytes_per_s": 5.0, "breaker": "open", "error": "No answer."}
     lookup = {"peer": "kvray-lookup", "bytes_per_s": None, "breaker": "closed", "error": ""}
+    small = {"peer": "kvray-mover-b", "bytes_per_s": None, "latency_s": 0.35}
     found = {
         "shards": [
-            {"shard": "kvray-shard-a", "staging": {"peers": []}},
+            {"shard": "kvray-shard-a", "staging": {"peers": [small]}},
             {"shard": "kvray-shard-b", "staging": {"peers": [lookup, peer]}},
         ],
         "movers": [mover("a", nixl=HAS), mover("b", nixl=HAS)],
@@ -205,6 +206,8 @@ def test_each_way_has_what_its_target_measured():
     assert made.keys() == {("a", "b"), ("b", "a")}
     assert (made["a", "b"].bytes_per_s, made["a", "b"].breaker) == (5.0, "open")
     assert (made["b", "a"].bytes_per_s, made["b", "a"].breaker) == (None, "closed")
+    table = node_links_table(list(made.values()))
+    assert sorted(table.columns[3].cells) == ["0.0 MiB/s", "350 ms"]
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,7 @@ async def test_a_peer_is_shown_to_people_until_the_tier_has_it_no_more(line, pee
         "peer": "kvray-mover-b",
         "transport": "nixl",
         "bytes_per_s": pytest.approx(1e9),
+        "latency_s": None,
         "breaker": "open",
         "error": "It broke.",
     }
