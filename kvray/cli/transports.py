@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from kvray.actors.names import node_of
+from kvray.actors.names import MOVER_PREFIX, node_of
 from kvray.console.output import empty_table
 
 _SLOW = 8.0
@@ -35,6 +35,7 @@ def node_links(found: dict[str, Any]) -> list[NodeLink]:
         (node_of(peer["peer"]), node_of(shard["shard"])): peer
         for shard in found["shards"]
         for peer in shard.get("staging", {}).get("peers", [])
+        if peer["peer"].startswith(MOVER_PREFIX)  # a shard that was asked for its disk is none
     }
     made = []
     for target, receiver in movers.items():

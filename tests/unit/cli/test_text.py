@@ -194,11 +194,12 @@ def test_a_mover_that_does_not_serve_moves_nothing(end):
 def test_each_way_has_what_its_target_measured():
     peer = {"peer": "kvray-mover-a", "bytes_per_s": 5.0, "breaker": "open", "error": "No answer."}
     lookup = {"peer": "kvray-lookup", "bytes_per_s": None, "breaker": "closed", "error": ""}
+    asked = {"peer": "kvray-shard-a", "bytes_per_s": None, "breaker": "closed", "error": ""}
     small = {"peer": "kvray-mover-b", "bytes_per_s": None, "latency_s": 0.35}
     found = {
         "shards": [
             {"shard": "kvray-shard-a", "staging": {"peers": [small]}},
-            {"shard": "kvray-shard-b", "staging": {"peers": [lookup, peer]}},
+            {"shard": "kvray-shard-b", "staging": {"peers": [lookup, peer, asked]}},
         ],
         "movers": [mover("a", nixl=HAS), mover("b", nixl=HAS)],
     }
